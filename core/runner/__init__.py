@@ -1,0 +1,1 @@
+"""The engine: scheduler, paged KV cache, target model and the step loop."""
