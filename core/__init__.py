@@ -1,1 +1,107 @@
-"""x."""
+"""specdec: a plugin framework for speculative decoding.
+
+Importing this package loads neither torch nor any plugin; `LLM` does when it is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import (
+    ConfigError,
+    OutOfMemoryError,
+    PluginError,
+    PromptError,
+    SpecdecError,
+    SpeculatorError,
+    TargetError,
+)
+from specdec.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from specdec.config import SpeculativeConfig, SpeculatorConfig
+    from specdec.llm import LLM
+    from specdec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from specdec.sampling_params import SamplingParams
+    from specdec.speculator import Speculator
+    from specdec.types import (
+        Capabilities,
+        Draft,
+        HostStep,
+        KVLayer,
+        Pools,
+        RequestInfo,
+        SlotState,
+        Step,
+        TargetInfo,
+        TargetOutputs,
+        Verdict,
+        VerificationRule,
+    )
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "SpeculativeConfig": "config",
+    "SpeculatorConfig": "config",
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+    "Speculator": "speculator",
+    "Capabilities": "types",
+    "Draft": "types",
+    "HostStep": "types",
+    "KVLayer": "types",
+    "Pools": "types",
+    "RequestInfo": "types",
+    "SlotState": "types",
+    "Step": "types",
+    "TargetInfo": "types",
+    "TargetOutputs": "types",
+    "Verdict": "types",
+    "VerificationRule": "types",
+}
+
+__all__ = [
+    "LLM",
+    "Capabilities",
+    "CompletionOutput",
+    "ConfigError",
+    "Draft",
+    "HostStep",
+    "KVLayer",
+    "OutOfMemoryError",
+    "PluginError",
+    "Pools",
+    "PromptError",
+    "RequestInfo",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SlotState",
+    "SpecdecError",
+    "SpeculativeConfig",
+    "Speculator",
+    "SpeculatorConfig",
+    "SpeculatorError",
+    "Step",
+    "TargetError",
+    "TargetInfo",
+    "TargetOutputs",
+    "Verdict",
+    "VerificationRule",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"specdec.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

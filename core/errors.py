@@ -1,0 +1,54 @@
+"""Every error specdec raises on purpose.
+
+SpecdecError
+├── ConfigError            a setting is wrong or does not fit another (also a ValueError)
+├── PromptError            one prompt or its sampling parameters cannot be served (also a ValueError)
+├── PluginError            a speculator cannot be found, imported, registered or trusted
+│   └── SpeculatorError    a speculator raised or answered wrongly while it ran
+├── TargetError            this model cannot be served
+└── OutOfMemoryError       the key-value cache cannot hold what was asked
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SpecdecError(Exception):
+    """The root of the tree: catch it to catch everything specdec raises on purpose."""
+
+
+class ConfigError(SpecdecError, ValueError):
+    """A setting is wrong, unknown, or does not fit another one."""
+
+
+class PromptError(SpecdecError, ValueError):
+    """One prompt, or the sampling parameters that came with it, cannot be served."""
+
+
+class PluginError(SpecdecError):
+    """A speculator cannot be found, imported, registered or trusted."""
+
+
+class SpeculatorError(PluginError):
+    """A speculator raised, or answered with something a hook does not allow, while it ran."""
+
+
+class TargetError(SpecdecError):
+    """This model cannot be served; the message names the model and the reason."""
+
+
+class OutOfMemoryError(SpecdecError):
+    """The key-value cache cannot hold what was asked of it."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the closest of `known`, or nothing if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the names sorted and joined by commas, or `none`."""
+    return ", ".join(sorted(names)) or "none"

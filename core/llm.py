@@ -1,0 +1,459 @@
+"""The API: load a model, optionally with a speculator, and generate."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import attrs
+
+from specdec.config import SpeculativeConfig
+from specdec.errors import ConfigError, PromptError
+from specdec.llm_keys import refuse
+from specdec.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+from specdec.prompts import Prompt, read_prompts
+from specdec.runner.assemble import Assembly, EngineSettings, assemble
+from specdec.runner.sequence import Sequence as Running
+from specdec.runner.state import MAX_STOP_IDS
+from specdec.sampling_params import SamplingParams
+from specdec_kernels import make_stream
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from specdec.speculator import Speculator
+    from specdec.types import Capabilities
+
+
+class LLM:
+    """A target model, optionally with a speculator, ready to generate.
+
+    model: a folder, a Hub id, or a transformers causal LM that is used as it is.
+    speculative_config: a dict, JSON text or a short string (`specdec.SpeculativeConfig`); None
+        decodes plainly. Tokens are the same either way unless the configuration names a
+        verification method whose tokens depend on the drafts.
+    tokenizer: another folder or Hub id for it, or a transformers tokenizer; tokenizer_revision,
+        tokenizer_kwargs: passed on to transformers. skip_tokenizer_init: prompts come as token
+        ids and `text` stays empty.
+    dtype: "auto" (the checkpoint's; float32 for half-precision checkpoints on a CPU) or a torch
+        dtype or its name. device: e.g. "cpu", "cuda"; by default CUDA if there is any.
+    revision, trust_remote_code, hf_token, hf_overrides: how transformers finds and reads the
+        model; hf_overrides changes keys of its configuration.
+    max_model_len: longest prompt plus completion, by default what the model was made for.
+    max_num_seqs: completions that run at once. max_num_batched_tokens: prompt tokens per step.
+    kv_cache_memory: bytes for the key-value cache; by default enough for every sequence at full
+        length, but no more than a share of the free memory.
+    seed: of requests that bring none.
+    enforce_eager: run without captured graphs, which the CPU loop always does.
+    deterministic: float32 on a CPU: a token's logits do not depend, bit for bit, on what was
+        computed with it, so equality with plain decoding holds on real models too. Slower.
+    observers: objects with the hook `step_finished`.
+
+    Usable as a context manager; `close` frees the model and every plugin.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        tokenizer_revision: str | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        skip_tokenizer_init: bool = False,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        hf_token: str | bool | None = None,
+        hf_overrides: dict[str, Any] | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        kv_cache_memory: int | None = None,
+        seed: int = 0,
+        enforce_eager: bool = False,
+        deterministic: bool = False,
+        observers: Iterable[object] = (),
+        **unsupported: Any,
+    ) -> None:
+        self._assembly: Assembly | None = None
+        if unsupported:
+            known = [n for n in inspect.signature(LLM).parameters if n != "unsupported"]
+            refuse(unsupported, known)
+        config = SpeculativeConfig.parse(speculative_config)
+        settings = EngineSettings(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_memory=kv_cache_memory,
+            enforce_eager=enforce_eager,
+            deterministic=deterministic,
+        )
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ConfigError(f"seed is {seed!r}, but it has to be an integer")
+        self.seed = seed
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        if not skip_tokenizer_init:
+            self.tokenizer = _load_tokenizer(
+                model,
+                tokenizer,
+                revision=tokenizer_revision or revision,
+                trust_remote_code=trust_remote_code,
+                token=hf_token,
+                extra=dict(tokenizer_kwargs or {}),
+            )
+        elif tokenizer is not None:
+            raise ConfigError("skip_tokenizer_init=True contradicts giving a tokenizer")
+        self._assembly = assemble(
+            model,
+            config,
+            settings,
+            dtype=dtype,
+            device=device,
+            observers=observers,
+            load={
+                "revision": revision,
+                "trust_remote_code": trust_remote_code,
+                "token": hf_token,
+                "hf_overrides": hf_overrides,
+            },
+        )
+        self.eos_token_ids = _eos_ids(self._assembly.target.model, self.tokenizer)
+        self._ordinals = itertools.count()
+
+    # -- what was loaded ---------------------------------------------------
+
+    @property
+    def _loaded(self) -> Assembly:
+        if self._assembly is None:
+            raise ConfigError("this LLM is closed")
+        return self._assembly
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus completion, in tokens."""
+        return self._loaded.max_model_len
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """What the speculator declared; None without one."""
+        drafting = self._loaded.engine.drafting
+        return drafting.capabilities if drafting else None
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """The speculator in use; None without one."""
+        drafting = self._loaded.engine.drafting
+        return drafting.speculator if drafting else None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the verification in force keeps the target's law."""
+        drafting = self._loaded.engine.drafting
+        return drafting is None or drafting.agreement.rule.lossless
+
+    @property
+    def metrics(self) -> SpeculationMetrics:
+        """Speculation over every request that has ended, added up."""
+        return self._loaded.engine.totals
+
+    # -- generate ----------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt; outputs come in the order of the prompts.
+
+        prompts: text, token ids, chat messages (`[{"role": ..., "content": ...}]`, rendered by
+            the model's template), or `{"prompt": text}` / `{"prompt_token_ids": ids}`; one or a
+            list.
+        sampling_params: one for all or one each; `SamplingParams()` by default.
+        use_tqdm: show progress on stderr if it is a terminal.
+
+        A request that fails ends with finish_reason "error" and says why in `error`; the others
+        are unharmed. If the call is interrupted, its requests are aborted and the LLM stays
+        usable.
+
+        Raises:
+            PromptError: a prompt or its parameters cannot be served; nothing was generated.
+        """
+        requests = self._requests(prompts, sampling_params)
+        from tqdm.auto import tqdm
+
+        with tqdm(
+            total=len(requests), desc="Generated", unit="prompt", disable=None if use_tqdm else True
+        ) as bar:
+            for request in self._run(requests, every_step=False):
+                bar.update()
+                done = self.metrics
+                if done.num_drafts:
+                    bar.set_postfix_str(f"{done.mean_acceptance_length:.2f} tokens/draft")
+                del request
+        return [r.output(self.tokenizer, final=True) for r in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate the answer to one conversation, or to each of a list of them."""
+        return self.generate(messages, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Generate, yielding a request's output so far after every step that added to it.
+
+        `text` never ends in half a character. Leaving the loop early aborts what still runs.
+        """
+        requests = self._requests(prompts, sampling_params)
+        for request in self._run(requests, every_step=True):
+            yield request.output(self.tokenizer, final=request.finished)
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[_Request]:
+        """Check everything before anything runs."""
+        loaded = self._loaded
+        texts = read_prompts(prompts, self.tokenizer)
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(texts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(texts):
+            raise PromptError(
+                f"{len(texts)} prompts but {len(params)} SamplingParams; give one, or one each"
+            )
+        for other in params:
+            if not isinstance(other, SamplingParams):
+                raise PromptError(f"sampling_params holds {other!r}, which is no SamplingParams")
+        # ordinals are taken only once every prompt is known to be good
+        checked = []
+        for number, (prompt, one) in enumerate(zip(texts, params, strict=True)):
+            where = f"prompt {number}" if len(texts) > 1 else "the prompt"
+            _check_prompt(prompt.token_ids, where, loaded)
+            _check_stops(one, self.eos_token_ids, where, loaded)
+            checked.append((prompt, one))
+        requests = []
+        for prompt, one in checked:
+            requests.append(self._request(prompt.text, prompt.token_ids, one))
+        for request in requests:
+            loaded.engine.scheduler.check(request.sequences[0])
+        return requests
+
+    def _request(self, text: str | None, ids: list[int], params: SamplingParams) -> _Request:
+        loaded = self._loaded
+        ordinal = next(self._ordinals)
+        seed = params.seed
+        if seed is None:
+            # unseeded requests differ from each other and repeat with the engine's seed
+            seed = make_stream(self.seed, ordinal)
+        own = frozenset(params.stop_token_ids or ())
+        stops = own if params.ignore_eos else own | self.eos_token_ids
+        longest = loaded.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(ids) + params.max_tokens)
+        metrics = RequestMetrics(arrival_time=time.perf_counter(), num_prompt_tokens=len(ids))
+        sequences = [
+            Running(
+                request_id=str(ordinal),
+                index=index,
+                prompt=ids,
+                params=params,
+                stream=make_stream(seed, index),
+                stop_ids=tuple(sorted(stops)),
+                own_stop_ids=own,
+                max_length=longest,
+                metrics=metrics if index == 0 else attrs.evolve(metrics),
+            )
+            for index in range(params.n)
+        ]
+        return _Request(prompt=text, sequences=sequences, metrics=metrics)
+
+    def _run(self, requests: list[_Request], *, every_step: bool) -> Iterator[_Request]:
+        """Run until the requests have ended; yield those that ended, or that moved in a step."""
+        engine = self._loaded.engine
+        owner = {id(s): r for r in requests for s in r.sequences}
+        left = sum(len(r.sequences) for r in requests)
+        try:
+            for request in requests:
+                for sequence in request.sequences:
+                    engine.add(sequence)
+            while left:
+                moved: dict[int, _Request] = {}
+                for sequence in engine.step():
+                    mine = owner.get(id(sequence))
+                    if mine is None:
+                        continue  # of a stream that somebody else is reading
+                    left -= sequence.finish_reason is not None
+                    moved[id(mine)] = mine
+                yield from (r for r in moved.values() if every_step or r.finished)
+        finally:
+            engine.abort(s for r in requests for s in r.sequences)
+
+    # -- end ---------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the model, the cache and the speculator. Calling it again does nothing."""
+        if self._assembly is not None:
+            assembly, self._assembly = self._assembly, None
+            assembly.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@attrs.define(eq=False)
+class _Request:
+    """A prompt with its completions."""
+
+    prompt: str | None
+    sequences: list[Running]
+    metrics: RequestMetrics
+
+    @property
+    def finished(self) -> bool:
+        return all(s.finish_reason is not None for s in self.sequences)
+
+    def output(self, tokenizer: PreTrainedTokenizerBase | None, *, final: bool) -> RequestOutput:
+        """Its output so far."""
+        speculation = SpeculationMetrics()
+        for sequence in self.sequences:
+            speculation.add(sequence.metrics.speculative_decoding)
+        ended = [s.metrics.finished_time for s in self.sequences]
+        firsts = [t for s in self.sequences if (t := s.metrics.first_token_time) is not None]
+        errors = [s.error for s in self.sequences if s.error is not None]
+        return RequestOutput(
+            request_id=self.sequences[0].request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.sequences[0].prompt),
+            outputs=[
+                CompletionOutput(
+                    index=s.index,
+                    text=_text(s, tokenizer),
+                    token_ids=list(s.emitted),
+                    finish_reason=s.finish_reason,
+                    stop_reason=s.stop_reason,
+                )
+                for s in self.sequences
+            ],
+            finished=final and self.finished,
+            metrics=attrs.evolve(
+                self.metrics,
+                first_token_time=min(firsts, default=None),
+                finished_time=max((t for t in ended if t is not None), default=None)
+                if self.finished
+                else None,
+                num_generated_tokens=sum(len(s.emitted) for s in self.sequences),
+                speculative_decoding=speculation,
+            ),
+            error="; ".join(dict.fromkeys(errors)) or None,
+        )
+
+
+def _text(sequence: Running, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    params = sequence.params
+    if tokenizer is None or not params.detokenize or not sequence.emitted:
+        return ""
+    text = str(
+        tokenizer.decode(sequence.emitted, skip_special_tokens=params.skip_special_tokens)
+    )
+    # a token can end inside a character: hold that back until the rest of it is there
+    return text if sequence.finish_reason is not None else text.rstrip("\ufffd")
+
+
+def _check_prompt(ids: Sequence[int], where: str, loaded: Assembly) -> None:
+    if not ids:
+        raise PromptError(f"{where} is empty; give at least one token")
+    vocab = loaded.target.vocab_size
+    wrong = next((i for i in ids if not 0 <= i < vocab), None)
+    if wrong is not None:
+        raise PromptError(f"{where} holds the token id {wrong}; ids are 0 to {vocab - 1}")
+    if len(ids) >= loaded.max_model_len:
+        raise PromptError(
+            f"{where} has {len(ids)} tokens, but max_model_len is {loaded.max_model_len} and at "
+            "least one token has to be generated; shorten it, or raise max_model_len"
+        )
+
+
+def _check_stops(
+    params: SamplingParams, eos: frozenset[int], where: str, loaded: Assembly
+) -> None:
+    stops = frozenset(params.stop_token_ids or ())
+    wrong = [i for i in stops if i >= loaded.target.vocab_size]
+    if wrong:
+        raise PromptError(
+            f"{where}: stop_token_ids holds {wrong[0]}; ids are 0 to {loaded.target.vocab_size - 1}"
+        )
+    if len(stops | eos) > MAX_STOP_IDS:
+        raise PromptError(f"{where}: more than {MAX_STOP_IDS} stop tokens")
+
+
+def _load_tokenizer(
+    model: str | Path | PreTrainedModel,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    token: str | bool | None,
+    extra: dict[str, Any],
+) -> PreTrainedTokenizerBase | None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    source = tokenizer
+    if source is None and isinstance(model, str | Path):
+        source = model
+    if source is None:
+        return None  # a module that was passed in: prompts come as ids unless one is given
+    try:
+        return AutoTokenizer.from_pretrained(  # type: ignore[no-any-return]
+            str(source),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            token=token,
+            **extra,
+        )
+    except Exception as error:  # transformers raises many kinds for one cause
+        if tokenizer is None and not Path(str(source)).is_dir():
+            return None  # no such model either: its own error says it better
+        raise ConfigError(
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {error}); "
+            "name another with tokenizer=, or pass skip_tokenizer_init=True and token ids"
+        ) from error
+
+
+def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """End-of-sequence tokens: of the generation config, the config and the tokenizer."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list | tuple):
+            found.update(value)
+    return frozenset(i for i in found if i >= 0)
+
+

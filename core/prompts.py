@@ -1,0 +1,113 @@
+"""Read what a user gives as prompts: text, token ids, chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
+
+from specdec.errors import PromptError, listed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message] | Mapping[str, Any]"
+
+
+@attrs.frozen
+class TokenizedPrompt:
+    """A prompt as token ids. text: None if it came as ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def read_prompts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[TokenizedPrompt]:
+    """Tokenize one prompt or a list of them.
+
+    Raises:
+        PromptError: something is no prompt, or text came without a tokenizer to read it.
+    """
+    if _is_one(prompts):
+        return [_read(prompts, tokenizer)]
+    if not isinstance(prompts, Sequence):
+        raise PromptError(
+            f"prompts of type {type(prompts).__name__}; give text, token ids, chat messages, "
+            "{'prompt': text} or {'prompt_token_ids': ids}, or a list of these"
+        )
+    return [_read(p, tokenizer) for p in prompts]
+
+
+def _is_one(value: Any) -> bool:
+    if isinstance(value, str | Mapping):
+        return True
+    if not isinstance(value, Sequence) or not value:
+        return False
+    return all(_is_id(v) for v in value) or all(_is_message(v) for v in value)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value
+
+
+def _read(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> TokenizedPrompt:
+    if isinstance(prompt, Mapping) and not _is_message(prompt):
+        known = ("prompt", "prompt_token_ids")
+        if len(prompt) != 1 or next(iter(prompt)) not in known:
+            raise PromptError(
+                f"a prompt with the keys {listed(map(str, prompt))}; it has to have exactly one "
+                f"of {listed(known)}"
+            )
+        (key, value), *_ = prompt.items()
+        if key == "prompt" and not isinstance(value, str):
+            raise PromptError(f"the key 'prompt' holds {type(value).__name__}, not text")
+        prompt = value
+        if key == "prompt_token_ids" and isinstance(prompt, str):
+            raise PromptError("the key 'prompt_token_ids' holds text, not token ids")
+    if isinstance(prompt, str):
+        tokenizer = _needed(tokenizer)
+        return TokenizedPrompt(prompt, [int(i) for i in tokenizer(prompt)["input_ids"]])
+    if _is_message(prompt):
+        prompt = [prompt]
+    if isinstance(prompt, Sequence) and prompt and all(_is_message(m) for m in prompt):
+        return _render(prompt, _needed(tokenizer))
+    if isinstance(prompt, Sequence) and all(_is_id(i) for i in prompt):
+        return TokenizedPrompt(None, list(prompt))
+    tolist = getattr(prompt, "tolist", None)  # an array or tensor of ids
+    if tolist is not None:
+        return _read(tolist(), tokenizer)
+    raise PromptError(
+        f"a prompt of type {type(prompt).__name__} cannot be read; give text, token ids, chat "
+        "messages with 'role' and 'content', {'prompt': text} or {'prompt_token_ids': ids}"
+    )
+
+
+def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> TokenizedPrompt:
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError(
+            "chat messages need a chat template, and this model's tokenizer has none; "
+            "give the prompt as text"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # templates raise what they like
+        raise PromptError(f"the chat template refused the messages: {error}") from error
+    # the template writes the special tokens itself
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return TokenizedPrompt(str(text), [int(i) for i in ids])
+
+
+def _needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        raise PromptError(
+            "a text prompt needs a tokenizer and this LLM has none; give token ids, or a tokenizer"
+        )
+    return tokenizer

@@ -1,0 +1,309 @@
+"""Put an engine together: target, speculator, memory, session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from specdec import checkpoints, plugins
+from specdec.acceptance import conditional, rates_for_length
+from specdec.config import SpeculativeConfig
+from specdec.errors import ConfigError, OutOfMemoryError, PluginError, SpecdecError
+from specdec.legality import Agreement, settle
+from specdec.length_policy import FallingLength, FixedLength, LengthPolicy
+from specdec.length_table import drafts_by_batch
+from specdec.runner.engine import Drafting, Engine, kernel_verify
+from specdec.runner.kv_cache import BlockPool, KVSpec, PagedKVCache
+from specdec.runner.scheduler import Scheduler
+from specdec.runner.state import Slots
+from specdec.runner.target import TargetModel
+from specdec.session import Session
+from specdec.types import Capabilities, Draft, Pools, Step, TargetInfo, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specdec.speculator import Speculator
+
+BLOCK_SIZE = 16  # tokens per page
+MEMORY_SHARE = 0.4  # of the free memory that the cache takes at most by itself
+UNLIMITED_LEN = 32768  # context of a model that names no limit
+
+
+def _at_least_one(instance: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{attribute.name} is {value!r}, but it has to be an integer from 1 up")
+
+
+@attrs.frozen(kw_only=True)
+class EngineSettings:
+    """Sizes of the engine; see `specdec.LLM`."""
+
+    max_model_len: int | None = attrs.field(default=None, validator=_at_least_one)
+    max_num_seqs: int = attrs.field(default=64, validator=_at_least_one)
+    max_num_batched_tokens: int = attrs.field(default=512, validator=_at_least_one)
+    kv_cache_memory: int | None = attrs.field(default=None, validator=_at_least_one)
+    enforce_eager: bool = False
+    deterministic: bool = False
+
+
+@attrs.define(eq=False)
+class Assembly:
+    """An engine and what has to be freed with it."""
+
+    target: TargetModel
+    engine: Engine
+    max_model_len: int
+    speculator: Speculator | None
+
+    def close(self) -> None:
+        """Free everything, the speculator first."""
+        _close(self.target, self.speculator)
+
+
+def _close(target: TargetModel, speculator: Speculator | None) -> None:
+    try:
+        if speculator is not None:
+            speculator.close()
+    finally:
+        target.close()
+
+
+def assemble(
+    model: str | Path | PreTrainedModel,
+    config: SpeculativeConfig | None,
+    settings: EngineSettings,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str | None,
+    observers: Iterable[object],
+    load: Mapping[str, Any],
+) -> Assembly:
+    """Load the target and the speculator and size the cache.
+
+    Whatever can be checked without weights is checked before they are read.
+    """
+    speculator_class, info = _choose(config)
+    own = None
+    if config is not None and speculator_class is not None and info is not None:
+        own = config.resolve(speculator_class, info.method)
+    if device is None:
+        on_module = getattr(model, "device", None)
+        device = on_module or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = TargetModel.load(
+        model, dtype=dtype, device=device, deterministic=settings.deterministic, **load
+    )
+    speculator: Speculator | None = None
+    try:
+        max_model_len = _context(settings.max_model_len, target)
+        label = str(info) if info else "no speculator"
+        capabilities, agreement = None, None
+        if config is not None and speculator_class is not None:
+            told = _target_info(model, target, max_model_len, settings)
+            speculator = _call(label, "load", lambda: speculator_class.load(told, own))
+            capabilities = _call(label, "capabilities", speculator.capabilities)
+            if not isinstance(capabilities, Capabilities):
+                raise PluginError(
+                    f"{label}: capabilities() gave {type(capabilities).__name__}; "
+                    "specdec.Capabilities is expected"
+                )
+            agreement = settle(config, capabilities, label)
+            target.capture(capabilities.hidden_states, capabilities.post_norm)
+        engine = _engine(
+            target, speculator, config, capabilities, agreement, settings,
+            label=label, max_model_len=max_model_len, observers=observers,
+        )  # fmt: skip
+    except BaseException:
+        _close(target, speculator)
+        raise
+    return Assembly(
+        target=target, engine=engine, max_model_len=max_model_len, speculator=speculator
+    )
+
+
+def _choose(
+    config: SpeculativeConfig | None,
+) -> tuple[type[Speculator] | None, plugins.PluginInfo | None]:
+    if config is None:
+        return None, None
+    method = config.method
+    if method is None:
+        assert config.model is not None  # parse refuses a configuration with neither
+        method = checkpoints.detect(config.model, config.revision)
+    info = plugins.find(method)
+    return plugins.load(info), info
+
+
+def _call(label: str, what: str, call: Callable[[], Any]) -> Any:
+    """Run a life-cycle method; an error says whose it was."""
+    try:
+        return call()
+    except SpecdecError as error:
+        error.add_note(f"raised by {label} in {what}")
+        raise
+    except Exception as error:  # whatever a plugin raises
+        raise PluginError(f"{label} raised {type(error).__name__} in {what}: {error}") from error
+
+
+def _context(wanted: int | None, target: TargetModel) -> int:
+    limit = target.max_position_embeddings
+    if wanted is None:
+        return limit or UNLIMITED_LEN
+    if limit is not None and wanted > limit:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but {target.name} was made for {limit} tokens"
+        )
+    if wanted < 2:
+        raise ConfigError(f"max_model_len is {wanted}, but a prompt and a token need 2")
+    return wanted
+
+
+def _target_info(
+    model: object, target: TargetModel, max_model_len: int, settings: EngineSettings
+) -> TargetInfo:
+    return TargetInfo(
+        name=str(model) if isinstance(model, str | Path) else target.name,
+        config=target.config,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        max_model_len=max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        dtype=target.dtype,
+        device=target.device,
+        embedding=target.embedding,
+        lm_head=target.lm_head,
+    )
+
+
+def _engine(
+    target: TargetModel,
+    speculator: Speculator | None,
+    config: SpeculativeConfig | None,
+    capabilities: Capabilities | None,
+    agreement: Agreement | None,
+    settings: EngineSettings,
+    *,
+    label: str,
+    max_model_len: int,
+    observers: Iterable[object],
+) -> Engine:
+    drafts = agreement.drafts if agreement else 0
+    lookahead = capabilities.lookahead_slots if capabilities else 0
+    max_blocks = -(-(max_model_len + lookahead) // BLOCK_SIZE)
+    num_blocks, kv = _memory(target, capabilities, settings, max_blocks)
+    slots = Slots(settings.max_num_seqs, max_model_len, max_blocks, drafts, target.device)
+    scheduler = Scheduler(
+        slots, BlockPool(num_blocks), BLOCK_SIZE, settings.max_num_batched_tokens, lookahead
+    )
+    drafting = None
+    if speculator is not None and capabilities and agreement and config:
+        pools = Pools(
+            kv=kv,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=settings.max_num_seqs,
+            max_drafts=drafts,
+        )
+        _call(label, "allocate", lambda: speculator.allocate(pools))
+        reach = [n for n in (capabilities.max_context, config.max_model_len) if n is not None]
+        drafting = Drafting(
+            speculator=speculator,
+            capabilities=capabilities,
+            agreement=agreement,
+            policy=_policy(config, drafts, settings.max_num_seqs),
+            max_context=min([max_model_len, *reach]),
+            acceptance_rates=_rates(config, drafts, target.device),
+        )
+    rule = agreement.rule.name if agreement else "coupled"
+
+    def verify(step: Step, draft: Draft, logits: torch.Tensor) -> Verdict:
+        return kernel_verify(
+            step,
+            step.positions[step.logits_rows] + 1,
+            logits,
+            draft.tokens,
+            method=rule,
+            q=draft.q,
+            acceptance_rates=drafting.acceptance_rates if drafting else None,
+        )
+
+    session = Session(
+        speculator,
+        label=label,
+        rule=rule,
+        verify=verify,
+        vocab_size=target.vocab_size,
+        device=target.device,
+        capabilities=capabilities,
+        observers=observers,
+    )
+    return Engine(
+        target=target, slots=slots, scheduler=scheduler, session=session, drafting=drafting
+    )
+
+
+def _policy(config: SpeculativeConfig, drafts: int, max_num_seqs: int) -> LengthPolicy:
+    table = None
+    if config.num_speculative_tokens_per_batch_size is not None:
+        table = drafts_by_batch(
+            config.num_speculative_tokens_per_batch_size, drafts, max_num_seqs
+        )
+    if config.length_policy == "falling":
+        return FallingLength(drafts, max_num_seqs, table)
+    return FixedLength(drafts, table)
+
+
+def _rates(
+    config: SpeculativeConfig, drafts: int, device: torch.device
+) -> torch.Tensor | None:
+    rates = config.synthetic_acceptance_rates
+    if config.synthetic_acceptance_length is not None:
+        rates = rates_for_length(config.synthetic_acceptance_length, drafts)
+    if rates is None:
+        return None
+    return torch.tensor(conditional(rates), dtype=torch.float32, device=device)
+
+
+def _memory(
+    target: TargetModel,
+    capabilities: Capabilities | None,
+    settings: EngineSettings,
+    max_blocks: int,
+) -> tuple[int, tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
+    """Allocate the target's pages and the drafter's; both follow the same block tables."""
+    layers = capabilities.kv_layers if capabilities else ()
+    specs = [(KVSpec(i.heads, i.k_dim, i.v_dim, i.window), i.dtype or target.dtype) for i in layers]
+    per_block = PagedKVCache.bytes_per_block(target.kv_specs, BLOCK_SIZE, target.dtype)
+    for spec, dtype in specs:
+        per_block += PagedKVCache.bytes_per_block([spec], BLOCK_SIZE, dtype)
+    most = 1 + settings.max_num_seqs * max_blocks  # block 0 belongs to nobody
+    budget = settings.kv_cache_memory
+    if budget is None:
+        budget = int(MEMORY_SHARE * _free_memory(target.device))
+    num_blocks = min(most, budget // per_block)
+    if num_blocks < 2:
+        raise OutOfMemoryError(
+            f"the key-value cache needs {2 * per_block} bytes at least, "
+            f"but {budget} are given to it; raise kv_cache_memory"
+        )
+    target.allocate(num_blocks, BLOCK_SIZE)
+    kv = []
+    for spec, dtype in specs:
+        cache = PagedKVCache([spec], num_blocks, BLOCK_SIZE, dtype, target.device)
+        kv.append((cache.k(0), cache.v(0)))
+    return num_blocks, tuple(kv)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,275 @@
+"""The attention function that transformers models call, over the paged cache.
+
+It is registered under an own name; the model's modules stay as they are. What it needs beyond the
+call's arguments arrives through a context variable, because some families (StableLM, Nemotron)
+do not pass extra keyword arguments on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from specdec.errors import TargetError
+from specdec.runner.attention_plan import KEY_BLOCK
+from specdec.runner.kv_cache import KVSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from specdec.runner.attention_plan import AttentionPlan, Tile
+    from specdec.runner.kv_cache import PagedKVCache
+
+NAME = "specdec_paged"
+
+
+@attrs.define(eq=False)
+class AttentionContext:
+    """What one forward's attention calls need. With no cache they only record the shapes."""
+
+    model: str  # for errors
+    cache: PagedKVCache | None
+    plan: AttentionPlan | None
+    chunks: Sequence[int | None]  # by layer: chunked attention, known from the config alone
+    deterministic: bool
+    seen: list[tuple[nn.Module, KVSpec]] = attrs.field(factory=list)  # filled when recording
+    calls: int = 0
+
+
+_context: ContextVar[AttentionContext | None] = ContextVar("specdec_attention", default=None)
+
+
+@contextmanager
+def attending(context: AttentionContext) -> Iterator[None]:
+    """Serve the attention calls of one forward from `context`."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Store the rows' keys and values, then attend.
+
+    query: [1, query heads, rows, k_dim]; key: [1, kv heads, rows, k_dim]; value: [.., v_dim].
+    Return ([1, rows, query heads, v_dim], None). Rows of no request come back as zeros.
+    """
+    context = _context.get()
+    if context is None:
+        raise TargetError(
+            f"attention {NAME!r} only works inside TargetModel.forward; call `close()` on the "
+            "target to use the model by itself again"
+        )
+    if attention_mask is not None:
+        raise TargetError(
+            f"{context.model} cannot be served: it hands its attention a mask of its own, which a "
+            "packed batch cannot honour"
+        )
+    context.calls += 1
+    if context.cache is None or context.plan is None:
+        return _record(context, module, query, key, value, sliding_window), None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    k_cache, v_cache = context.cache.k(layer), context.cache.v(layer)
+    k_cache.index_copy_(0, context.plan.slots, key[0].transpose(0, 1))
+    v_cache.index_copy_(0, context.plan.slots, value[0].transpose(0, 1))
+
+    rule = _Rule(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        chunk=context.chunks[layer],
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    rows = query[0].transpose(0, 1)  # [rows, query heads, k_dim]
+    out: Tensor | None = None
+    for tile in context.plan.tiles:
+        attended = (_attend_exactly if tile.exact else _attend)(rows, k_cache, v_cache, tile, rule)
+        if context.plan.complete:
+            return attended[None], None
+        if out is None:
+            # Zeros: rows of no request must stay finite in the layers that follow.
+            out = attended.new_zeros(context.plan.rows, *attended.shape[1:])
+        if tile.row_slice is not None:
+            out[tile.row_slice] = attended
+        else:
+            out.index_copy_(0, tile.out_rows, attended)
+    if out is None:
+        out = query.new_zeros(context.plan.rows, query.shape[1], value.shape[-1])
+    return out[None], None
+
+
+AttentionInterface.register(NAME, paged_attention)
+
+
+@attrs.frozen(eq=False)
+class _Rule:
+    """How one layer scores and hides keys."""
+
+    scaling: float
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [query heads]: a logit that takes part in the softmax and has no value
+
+    @property
+    def plain(self) -> bool:
+        """Whether scaled dot product attention computes it."""
+        return self.softcap is None and self.sinks is None
+
+    def limits(self, keys: int) -> bool:
+        """Whether positions below `keys` can hide from each other by more than causality."""
+        return (self.window is not None and self.window < keys) or (
+            self.chunk is not None and self.chunk < keys
+        )
+
+
+def _record(
+    context: AttentionContext,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+) -> Tensor:
+    spec = KVSpec(key.shape[1], key.shape[-1], value.shape[-1], window)
+    context.seen.append((module, spec))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+def _attend(rows: Tensor, k_cache: Tensor, v_cache: Tensor, tile: Tile, rule: _Rule) -> Tensor:
+    """Attention of one tile: [real rows of the tile, query heads, v_dim]."""
+    n, q, heads, kv_heads = tile.entries, tile.q, rows.shape[1], k_cache.shape[1]
+    group = heads // kv_heads
+    queries = _pick(rows, tile).view(n, q, kv_heads, group, -1)
+    if tile.key_slice is not None:
+        k, v = k_cache[tile.key_slice][None], v_cache[tile.key_slice][None]
+    else:
+        index = tile.key_index.reshape(-1)
+        k = k_cache.index_select(0, index).view(n, tile.keys, kv_heads, -1)
+        v = v_cache.index_select(0, index).view(n, tile.keys, kv_heads, -1)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv heads, keys, dim]
+
+    if tile.chunk:
+        # Query heads of one key head stand side by side: the mask is shared by all of them.
+        queries = queries[0].permute(1, 2, 0, 3)  # [kv heads, group, q, k_dim]
+        k = k[0][:, None].expand(-1, group, -1, -1)
+        v = v[0][:, None].expand(-1, group, -1, -1)
+        causal = tile.keys == q and not rule.limits(tile.keys)
+        mask = None if causal and rule.plain else tile.mask(rule.window, rule.chunk, rows.dtype)
+        out = _softmax_attention(queries, k, v, mask, rule, _sinks(rule, kv_heads, group, q))
+        return out.permute(2, 0, 1, 3).reshape(q, heads, -1)
+
+    # Query heads of one key head become further query rows: keys are not repeated, and a product
+    # of one row becomes one of `group` rows.
+    queries = queries.permute(0, 2, 3, 1, 4).reshape(n, kv_heads, group * q, -1)
+    mask = None
+    if not (q == 1 and not tile.padded_keys and not rule.limits(tile.keys)):
+        mask = tile.folded_mask(rule.window, rule.chunk, rows.dtype, group)
+    out = _softmax_attention(queries, k, v, mask, rule, _folded_sinks(rule, kv_heads, group, q))
+    out = out.view(n, kv_heads, group, q, -1).permute(0, 3, 1, 2, 4)
+    return _real(out.reshape(n * q, heads, -1), tile)
+
+
+def _pick(rows: Tensor, tile: Tile) -> Tensor:
+    """Rows of the tile, padded ones included: [n * q, query heads, k_dim], contiguous."""
+    if tile.row_slice is not None:
+        return rows[tile.row_slice].contiguous()
+    return rows.index_select(0, tile.q_index.reshape(-1))
+
+
+def _real(out: Tensor, tile: Tile) -> Tensor:
+    return out if tile.out_from is None else out.index_select(0, tile.out_from)
+
+
+def _sinks(rule: _Rule, kv_heads: int, group: int, q: int) -> Tensor | None:
+    """Sink logits as one more column of scores: [kv heads, group, q, 1]."""
+    if rule.sinks is None:
+        return None
+    return rule.sinks.view(kv_heads, group, 1, 1).expand(-1, -1, q, -1)
+
+
+def _folded_sinks(rule: _Rule, kv_heads: int, group: int, q: int) -> Tensor | None:
+    """Sink logits as one more column of folded scores: [kv heads, group * q, 1]."""
+    sinks = _sinks(rule, kv_heads, group, q)
+    return None if sinks is None else sinks.reshape(kv_heads, group * q, 1)
+
+
+def _softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, sinks: Tensor | None
+) -> Tensor:
+    """Attention over 4-D tensors. Without a mask: causal if square, every key if one query row."""
+    if rule.plain:
+        causal = mask is None and q.shape[-2] == k.shape[-2] > 1
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scaling
+        )
+    scores = (q @ k.transpose(-1, -2)) * rule.scaling
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights[..., : k.shape[-2]].to(v.dtype) @ v
+
+
+def _attend_exactly(
+    rows: Tensor, k_cache: Tensor, v_cache: Tensor, tile: Tile, rule: _Rule
+) -> Tensor:
+    """As `_attend`, each row bit for bit the same whatever shares the forward with it.
+
+    Every product has a fixed shape (QUERY_TILE rows of a head, KEY_BLOCK keys) and blocks of keys
+    are added up in order, so further blocks, all hidden, add exact zeros.
+    """
+    n, q, heads, kv_heads = tile.entries, tile.q, rows.shape[1], k_cache.shape[1]
+    group = heads // kv_heads
+    queries = _pick(rows, tile).view(n, q, kv_heads, group, -1).permute(0, 2, 3, 1, 4)
+    queries = queries.reshape(n * kv_heads, group * q, -1)
+    # Contiguous per head, also for one entry: a view's strides would choose another kernel.
+    index = tile.head_index(kv_heads)
+    k = k_cache.flatten(0, 1).index_select(0, index).view(n * kv_heads, tile.keys, -1)
+    v = v_cache.flatten(0, 1).index_select(0, index).view(n * kv_heads, tile.keys, -1)
+    mask = tile.folded_mask(rule.window, rule.chunk, rows.dtype, group)
+    sinks = _folded_sinks(rule, kv_heads, group, q)
+
+    scores = []
+    for first in range(0, tile.keys, KEY_BLOCK):
+        block = torch.bmm(queries, k[:, first : first + KEY_BLOCK].transpose(1, 2)) * rule.scaling
+        if rule.softcap is not None:
+            block = torch.tanh(block / rule.softcap) * rule.softcap
+        block = block.view(n, kv_heads, group * q, -1) + mask[..., first : first + KEY_BLOCK]
+        scores.append(block)
+    top = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.to(top.dtype))
+    out = total = torch.zeros((), dtype=rows.dtype, device=rows.device)
+    for i, block in enumerate(scores):
+        weights = (block - top).exp_()
+        total = total + weights.sum(-1, keepdim=True)
+        values = v[:, i * KEY_BLOCK : (i + 1) * KEY_BLOCK]
+        out = out + torch.bmm(weights.flatten(0, 1), values).view(n, kv_heads, group * q, -1)
+    if sinks is not None:
+        total = total + (sinks.to(top.dtype) - top).exp_()
+    out = (out / total).view(n, kv_heads, group, q, -1).permute(0, 3, 1, 2, 4)
+    return _real(out.reshape(n * q, heads, -1), tile)

@@ -1,0 +1,154 @@
+"""Build the `Step` of a schedule: rows of all requests, packed and padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.runner.scheduler import Schedule
+from specdec.runner.state import Slots
+from specdec.runner.target import Rows
+from specdec.types import HostStep, Step, TargetOutputs
+
+Ints = NDArray[np.int64]
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """A step with what only the host needs: the schedule, unpadded, and the target's view.
+
+    drafts: [batch, K] drafts under test, -1 = none, padded like the step.
+    draft_positions: [logit_rows] sequence index of the token that each row of logits predicts.
+    """
+
+    schedule: Schedule
+    step: Step
+    rows: Rows
+    drafts: Tensor
+    predicted: Tensor
+
+
+def padded_batch(requests: int) -> int:
+    """The bucket a number of requests falls into: the next power of two."""
+    return 1 << max(requests - 1, 0).bit_length()
+
+
+def build(schedule: Schedule, slots: Slots, *, pad_rows: int, device: torch.device) -> Batch:
+    """Lay out the rows that the schedule asks for.
+
+    pad_rows: the number of rows is rounded up to a multiple of it.
+    """
+    requests = len(schedule.slots)
+    batch = padded_batch(requests)
+    counts = schedule.rows
+    start = np.zeros(batch + 1, dtype=np.int64)
+    start[1 : requests + 1] = np.cumsum(counts)
+    start[requests + 1 :] = start[requests]
+    total = int(start[-1])
+    padded = -(-total // pad_rows) * pad_rows
+
+    owner = np.repeat(np.arange(requests), counts)
+    local = np.arange(total) - start[owner]
+    slot = schedule.slots[owner]
+    position = slots.computed[slot] + local
+    # a decoding request's first row is its last token; the others are its drafts
+    is_draft = ~schedule.is_prefill[owner] & (local > 0)
+    token = slots.history[slot, position]
+    token[is_draft] = slots.drafts[slot[is_draft], local[is_draft] - 1]
+
+    # every row of a decoding request is read, the last row of a final chunk, none of the others
+    wanted = np.where(schedule.is_prefill, schedule.samples.astype(np.int64), counts)
+    logits_start = np.zeros(batch + 1, dtype=np.int64)
+    logits_start[1 : requests + 1] = np.cumsum(wanted)
+    logits_start[requests + 1 :] = logits_start[requests]
+    reader = np.repeat(np.arange(requests), wanted)
+    back = logits_start[reader + 1] - np.arange(int(logits_start[-1]))
+    logits_rows = start[reader + 1] - back
+
+    padded_slots = _pad(schedule.slots, batch, -1)
+    num_drafts = np.where(schedule.is_prefill, 0, counts - 1)
+    drafts = np.full((batch, slots.drafts.shape[1]), -1, dtype=np.int64)
+    columns = np.arange(drafts.shape[1])
+    drafts[:requests] = np.where(columns < num_drafts[:, None], slots.drafts[schedule.slots], -1)
+
+    def put(values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    unset = torch.zeros(batch, dtype=torch.int64, device=device)
+    step = Step(
+        tokens=put(_pad(token, padded, 0)),
+        positions=put(_pad(position, padded, 0)),
+        query_start=put(start),
+        slots=put(padded_slots),
+        num_drafts=put(_pad(num_drafts, batch, 0)),
+        is_prefill=put(_pad(schedule.is_prefill, batch, False)),
+        samples=put(_pad(schedule.samples, batch, False)),
+        logits_rows=put(logits_rows),
+        logits_start=put(logits_start),
+        valid_rows=unset,
+        next_token=unset,
+        k=unset,
+        state=slots.device,
+    )
+    rows = Rows(
+        tokens=step.tokens,
+        positions=step.positions,
+        query_start=start[: requests + 1].tolist(),
+        context=(slots.computed[schedule.slots] + counts).tolist(),
+        block_tables=put(slots.block_tables[schedule.slots]),
+        logits_rows=step.logits_rows,
+    )
+    return Batch(
+        schedule=schedule,
+        step=step,
+        rows=rows,
+        drafts=put(drafts),
+        predicted=step.positions[step.logits_rows] + 1,
+    )
+
+
+def only(step: Step, request: int) -> Step:
+    """The same step with one request in it, and its rows."""
+    first, last = (int(x) for x in step.query_start[request : request + 2])
+    read, end = (int(x) for x in step.logits_start[request : request + 2])
+    one = slice(request, request + 1)
+    host = step.host
+    return attrs.evolve(
+        step,
+        tokens=step.tokens[first:last],
+        positions=step.positions[first:last],
+        query_start=step.query_start[request : request + 2] - first,
+        slots=step.slots[one],
+        num_drafts=step.num_drafts[one],
+        is_prefill=step.is_prefill[one],
+        samples=step.samples[one],
+        logits_rows=step.logits_rows[read:end] - first,
+        logits_start=step.logits_start[request : request + 2] - read,
+        valid_rows=step.valid_rows[one],
+        next_token=step.next_token[one],
+        k=step.k[one],
+        host=None
+        if host is None
+        else HostStep(
+            slots=host.slots[one], k=host.k[one], history=host.history, length=host.length
+        ),
+    )
+
+
+def only_outputs(outputs: TargetOutputs, step: Step, request: int) -> TargetOutputs:
+    """What the target left behind for one request of the step."""
+    first, last = (int(x) for x in step.query_start[request : request + 2])
+    captured: Mapping[int, Tensor] = {i: t[first:last] for i, t in outputs.captured.items()}
+    post_norm = None if outputs.post_norm is None else outputs.post_norm[first:last]
+    return TargetOutputs(captured=captured, post_norm=post_norm)
+
+
+def _pad(values: NDArray[np.generic], size: int, filler: int | bool) -> NDArray[np.generic]:
+    padded = np.full(size, filler, dtype=values.dtype)
+    padded[: len(values)] = values
+    return padded

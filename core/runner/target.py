@@ -1,0 +1,330 @@
+"""The target: an unmodified transformers model, run packed over the paged cache."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from transformers import PreTrainedModel
+
+from specdec.errors import ConfigError, TargetError
+from specdec.runner import model_support
+from specdec.runner.attention import NAME, AttentionContext, attending
+from specdec.runner.attention_plan import plan_attention
+from specdec.runner.hidden_states import HiddenStateHooks
+from specdec.runner.kv_cache import KVSpec, PagedKVCache
+from specdec.runner.linear import RowBlocks, pack_linears, probe_blocks
+from specdec.runner.model_loading import (
+    load_config,
+    load_model,
+    override_module,
+    resolve_dtype,
+)
+from specdec.runner.model_support import architecture, refuse
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """What one forward computes: new rows of all requests, packed one after the other."""
+
+    tokens: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64, consecutive within a request
+    query_start: list[int]  # [batch + 1]; rows from query_start[-1] on are padding
+    context: list[int]  # [batch] keys the request's last row may see: computed + its rows
+    block_tables: Tensor  # [batch, max_blocks] int64, a request's blocks in order
+    logits_rows: Tensor  # [n] int64, the rows whose logits are wanted; n may be 0
+
+
+@attrs.frozen(eq=False)
+class TargetOutputs:
+    """What one forward gives. Entries of padding rows are finite and mean nothing."""
+
+    logits: Tensor  # [n, vocab] in the head's dtype
+    captured: dict[int, Tensor]  # capture id -> [rows, hidden], see `TargetModel.capture`
+    post_norm: Tensor | None  # [rows, hidden] after the final norm, if it was asked for
+
+
+class TargetModel:
+    """A causal LM of transformers that reads and writes a paged cache of ours.
+
+    Build it with `load`. Used by one thread at a time. The model's attention implementation is
+    ours only while a forward runs, so a module that was passed in stays usable by itself.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool, deterministic: bool, probe: bool
+    ) -> None:
+        self.model = model
+        self.name = architecture(model)
+        self.config = model.config.get_text_config()
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.deterministic = deterministic
+        model_support.check_model(model)
+        decoder, self.layers = model_support.find_layers(model)
+        self.num_layers = len(self.layers)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.config.vocab_size
+        self.max_position_embeddings = model_support.position_limit(model.config)
+        self._chunks = model_support.chunk_sizes(model.config, self.num_layers)
+        self._configs = self._switchable_configs()
+        self._hooks = HiddenStateHooks(decoder, self.layers, self.name)
+        self._cache: PagedKVCache | None = None
+        self._blocks: RowBlocks | None = None
+        self.attention_calls = 0  # of the last forward
+        with torch.inference_mode():
+            self.kv_specs: list[KVSpec] = self._record_layers()
+            if probe:
+                self._probe()
+            self._pack(pack)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | PreTrainedModel,
+        *,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        token: str | None = None,
+        hf_overrides: dict[str, Any] | None = None,
+        deterministic: bool = False,
+        probe: bool = True,
+        pack: bool | None = None,
+    ) -> TargetModel:
+        """Load a model and make sure it can be served.
+
+        model: Hub id, local folder, or a transformers model, used as it is (dtype and device have
+            to fit it, or be left at their defaults).
+        dtype: `auto` is the checkpoint's own, on a CPU float32 for half-precision checkpoints.
+        hf_overrides: configuration keys to change before the model is built.
+        deterministic: a row's logits do not depend on the rows computed with it, bit for bit.
+            float32 on a CPU; in float64 only attention is fixed, which is as good as exact.
+        probe: compare with the model's own forward first. Turn off only for a known model.
+        pack: repack linear layers (float32 on a CPU). By default a model loaded here is packed,
+            a module passed in only if `deterministic` needs it; packing changes it for good.
+
+        Raise ConfigError for wrong settings, TargetError for a model that cannot be served.
+        """
+        kind = resolve_dtype(dtype)
+        place = torch.device(device)
+        if isinstance(model, PreTrainedModel):
+            override_module(model, hf_overrides)
+            if kind not in (None, model.dtype) or place.type not in ("cpu", model.device.type):
+                raise ConfigError(
+                    f"the model passed in is {model.dtype} on {model.device}; convert it before "
+                    f"instead of asking for dtype={dtype!r}, device={str(device)!r}"
+                )
+            built, packs = model.eval(), bool(pack) or (pack is None and deterministic)
+        elif isinstance(model, (str, Path)):
+            source: dict[str, Any] = {
+                "revision": revision, "trust_remote_code": trust_remote_code, "token": token
+            }  # fmt: skip
+            config = load_config(model, hf_overrides=hf_overrides, **source)
+            built = load_model(model, config, dtype=kind, device=place, **source)
+            packs = pack is not False
+        else:
+            raise TargetError(
+                f"a model is a Hub id, a folder or a transformers PreTrainedModel; got a "
+                f"{type(model).__name__}"
+            )
+        if deterministic:
+            _check_deterministic(built, packs=packs)
+        return cls(built, pack=packs, deterministic=deterministic, probe=probe)
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The input embedding."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The output head; its `weight` is [vocab, hidden] and stays readable when packed."""
+        head = self.model.get_output_embeddings()
+        assert head is not None
+        return head
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Create the cache; block 0 is for padding rows. Replaces one that exists."""
+        self._cache = None  # free the old one before
+        self._cache = PagedKVCache(self.kv_specs, num_blocks, block_size, self.dtype, self.device)
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The cache, once allocated."""
+        if self._cache is None:
+            raise RuntimeError("call TargetModel.allocate before using the cache")
+        return self._cache
+
+    def capture(self, ids: Sequence[int], post_norm: bool) -> None:
+        """Choose the hidden states that later forwards return, replacing an earlier choice.
+
+        ids: id i is the residual stream entering layer i: 0 is the embedding's output, num_layers
+            the last layer's output before the final norm. Hooks sit on these layers only.
+        post_norm: also the states after the final norm, for every row.
+        """
+        self._hooks.choose(ids, post_norm=post_norm)
+
+    def forward(self, rows: Rows) -> TargetOutputs:
+        """Compute the rows, store their keys and values, return logits and captured states."""
+        return self._forward(rows, self.cache)
+
+    def close(self) -> None:
+        """Remove hooks and free the cache. The model itself is the caller's to drop."""
+        self._hooks.remove()
+        self._cache = None
+
+    @torch.inference_mode()
+    def _forward(self, rows: Rows, cache: PagedKVCache) -> TargetOutputs:
+        plan = plan_attention(
+            rows.positions,
+            rows.query_start,
+            rows.context,
+            rows.block_tables,
+            cache.block_size,
+            deterministic=self.deterministic,
+        )
+        context = AttentionContext(self.name, cache, plan, self._chunks, self.deterministic)
+        if self._blocks is not None:
+            self._blocks.plan(plan.rows, rows.query_start)
+        try:
+            logits = self._call(context, rows.tokens, rows.positions, rows.logits_rows)
+        finally:
+            if self._blocks is not None:
+                self._blocks.clear()
+        self.attention_calls = context.calls
+        return TargetOutputs(logits, *self._hooks.take())
+
+    def _call(
+        self, context: AttentionContext, tokens: Tensor, positions: Tensor, keep: Tensor
+    ) -> Tensor:
+        with attending(context), self._implementation(NAME):
+            output = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    @contextmanager
+    def _implementation(self, name: str) -> Iterator[None]:
+        """Switch the attention implementation for one forward.
+
+        The attribute behind the public setter: the setter walks every module of the model.
+        """
+        before = [config._attn_implementation_internal for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation_internal = name
+        try:
+            yield
+        finally:
+            for config, old in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = old
+
+    def _switchable_configs(self) -> list[Any]:
+        """Set our implementation the public way once, see where it took, and undo it."""
+        accepted = inspect.signature(self.model.forward).parameters
+        for name in ("position_ids", "logits_to_keep"):
+            if name not in accepted:
+                raise refuse(self.name, f"its forward takes no {name}")
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        taken: dict[int, Any] = {}
+        for module in self.model.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", None) == NAME:
+                taken[id(config)] = config
+        took = self.config._attn_implementation == NAME
+        self.model.set_attn_implementation(before or "eager")
+        if not took:
+            raise refuse(self.name, "it did not take our attention implementation")
+        return list(taken.values())
+
+    def _record_layers(self) -> list[KVSpec]:
+        """Run two rows without a cache to see every layer's shapes."""
+        context = AttentionContext(self.name, None, None, self._chunks, deterministic=False)
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+        positions = torch.arange(2, device=self.device)
+        self._call(context, tokens, positions, positions[:0])
+        return model_support.check_layers(context.seen, self.num_layers, self.name)
+
+    def _probe(self) -> None:
+        windows = [spec.window for spec in self.kv_specs]
+        reaches = [reach for reach in [*windows, *self._chunks] if reach is not None]
+        block_size = 4
+        per_request = 32
+        cache = PagedKVCache(
+            self.kv_specs, 2 * per_request + 1, block_size, self.dtype, self.device
+        )
+        cache.fill(float("nan"))
+        order = torch.randperm(2 * per_request, generator=torch.Generator().manual_seed(0)) + 1
+        tables = order.view(2, per_request).to(self.device)
+
+        def packed(sequences: list[Tensor], spans: list[tuple[int, int]]) -> list[Tensor]:
+            pieces = [s[a:b] for s, (a, b) in zip(sequences, spans, strict=True)]
+            sizes = [len(piece) for piece in pieces]
+            positions = torch.cat([torch.arange(a, b) for a, b in spans])
+            rows = Rows(
+                tokens=torch.cat(pieces).to(self.device),
+                positions=positions.to(self.device),
+                query_start=[0, sizes[0], sum(sizes)],
+                context=[end for _, end in spans],
+                block_tables=tables,
+                logits_rows=torch.arange(sum(sizes), device=self.device),
+            )
+            logits = self._forward(rows, cache).logits
+            if self.attention_calls != self.num_layers:
+                raise refuse(
+                    self.name,
+                    f"{self.attention_calls} attention calls for {self.num_layers} layers",
+                )
+            return list(logits.split(sizes))
+
+        def plain(sequence: Tensor) -> Tensor:
+            with self._implementation("eager"):
+                output = self.model(sequence[None].to(self.device), use_cache=False)
+            logits: Tensor = output.logits[0]
+            return logits
+
+        report = model_support.probe(
+            self.name,
+            self.vocab_size,
+            self.dtype,
+            reaches,
+            packed,
+            plain,
+            limit=self.max_position_embeddings,
+        )
+        logger.debug("probe of %s: %s", self.name, report)
+
+    def _pack(self, pack: bool) -> None:
+        if not pack or self.device.type != "cpu" or self.dtype != torch.float32:
+            return
+        if self.deterministic:
+            self._blocks = probe_blocks(self.model.modules())
+        count = pack_linears(self.model, head=self.lm_head, blocks=self._blocks)
+        logger.debug("%s: %d linear layers packed", self.name, count)
+
+
+def _check_deterministic(model: PreTrainedModel, *, packs: bool) -> None:
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            f"deterministic=True needs float32 (or float64) on a CPU; the model is {model.dtype} "
+            f"on {model.device}"
+        )
+    if model.dtype == torch.float32 and not packs:
+        raise ConfigError("deterministic=True in float32 replaces linear layers; drop pack=False")

@@ -1,0 +1,253 @@
+"""What crosses the boundary between the runner and a speculator.
+
+Letters used in every shape: `batch` requests in the step, `rows` query rows of all of them,
+`logit_rows` rows whose logits were computed, `K` draft columns, `slots` places for requests,
+`vocab` the target's vocabulary. Ids, positions, counts and indices are int64.
+
+**Padding.** Tensors are as large as the runner's bucket, not as the requests in it. A request
+whose `slots` entry is -1 is padding: it owns no rows and its answers are ignored. Rows past
+`query_start[-1]` are padding too. The CPU loop pads as the captured one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor, device, dtype, nn
+
+    from specdec_kernels import DenseQ, SparseQ
+
+Drawn = Literal["deterministic", "coupled", "independent"]
+QForm = Literal["dense", "sparse"]
+
+
+@attrs.frozen(eq=False)
+class SlotState:
+    """What the runner knows of each request, by slot. On the device; read only.
+
+    A slot keeps its request from admission until it finishes or is preempted; entries of free
+    slots are stale.
+    """
+
+    history: Tensor  # [slots, max_model_len] prompt, then every emitted token
+    length: Tensor  # [slots] tokens of `history` that are known
+    computed: Tensor  # [slots] tokens the target has processed for good: its valid cache length
+    prompt_length: Tensor  # [slots]
+    stream: Tensor  # [slots] random stream of the request
+    temperature: Tensor  # [slots] float32, 0 = greedy
+    top_k: Tensor  # [slots] 0 = off
+    top_p: Tensor  # [slots] float32, 1 = off
+    min_p: Tensor  # [slots] float32, 0 = off
+    block_tables: Tensor  # [slots, max_blocks] pages of the target's cache, in order
+
+
+@attrs.frozen(eq=False)
+class HostStep:
+    """Numpy mirrors of a step, for speculators that draft on the host (`host_tokens`).
+
+    Taken once a step, after the commit. Read only; valid during the call that received them.
+    """
+
+    slots: NDArray[np.int64]  # [batch], -1 = padding
+    k: NDArray[np.int64]  # [batch] drafts wanted now
+    history: NDArray[np.int64]  # [slots, max_model_len]
+    length: NDArray[np.int64]  # [slots]
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """One forward pass of the target over rows of many requests. Read only.
+
+    Request `b` owns rows `query_start[b]:query_start[b + 1]`. A decoding request has one row
+    for its last token and one per draft under test; a request in prefill has a chunk of its
+    prompt. The fields marked *commit* are meaningful only once the step was verified, that is
+    in `extract_hidden_states`, `propose` and `step_finished`.
+    """
+
+    tokens: Tensor  # [rows]
+    positions: Tensor  # [rows] index of the row's token in its sequence
+    query_start: Tensor  # [batch + 1]
+    slots: Tensor  # [batch]
+    num_drafts: Tensor  # [batch] drafts among the request's rows: its last rows
+    is_prefill: Tensor  # [batch] bool: the rows are a chunk of the prompt
+    samples: Tensor  # [batch] bool: a token is drawn after the rows (all but non-final chunks)
+    logits_rows: Tensor  # [logit_rows] index into rows
+    logits_start: Tensor  # [batch + 1] request b owns logits logits_start[b]:logits_start[b + 1]
+    valid_rows: Tensor  # [batch] commit: leading rows of the request whose token was committed
+    next_token: Tensor  # [batch] commit: token after the last valid row (drawn, or of the prompt)
+    k: Tensor  # [batch] commit: drafts wanted now, at most the argument `k` of `propose`
+    state: SlotState
+    host: HostStep | None = None
+
+    @property
+    def batch(self) -> int:
+        """Requests in the step, padding included."""
+        return self.slots.shape[0]
+
+
+@attrs.frozen(eq=False)
+class TargetOutputs:
+    """What the target's forward pass left behind for `extract_hidden_states`.
+
+    captured: residual stream *entering* layer `id`, [rows, hidden]; id 0 is the embedding's
+        output, id num_layers what the last layer gave before the final norm. Only the ids that
+        the capabilities asked for.
+    post_norm: hidden states after the final norm, [rows, hidden]; None if not asked for.
+    """
+
+    captured: Mapping[int, Tensor]
+    post_norm: Tensor | None
+
+
+@attrs.frozen(eq=False)
+class Draft:
+    """Tokens a speculator proposes, one row per request of the step.
+
+    tokens: [batch, K] target ids, int64, -1 where nothing is proposed; the first -1 of a row
+        ends it. K is the argument `k` of `propose`.
+    q: the law the tokens were drawn from, by slot and column and before temperature (see
+        `specdec_kernels.DenseQ` and `SparseQ`); None if they were not drawn from one, or if it
+        is not known. The same buffers may be returned every step.
+    confidence: [batch, K] float32, the probability that a draft is accepted given that those
+        before it were; must not depend on the drawn token itself. None if not known.
+    parents: reserved for trees; None means a chain.
+    """
+
+    tokens: Tensor
+    q: DenseQ | SparseQ | None = None
+    confidence: Tensor | None = None
+    parents: Tensor | None = None
+
+
+@attrs.frozen(eq=False)
+class Verdict:
+    """What the target says of a draft.
+
+    tokens: [batch, K + 1] emitted tokens: accepted drafts, then one of the target's own; -1
+        past `count`.
+    count: [batch] tokens emitted, 1 to drafts + 1; 0 for a request that draws nothing.
+    rows: [batch, K + 1] index into the step's logits of the row that each emitted token
+        continues; -1 past `count`.
+    """
+
+    tokens: Tensor
+    count: Tensor
+    rows: Tensor
+
+
+@attrs.frozen
+class KVLayer:
+    """Cache entry of one draft attention layer, per token. Pages follow the target's tables."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None
+    dtype: dtype | None = None  # None: the target's
+
+
+@attrs.frozen
+class VerificationRule:
+    """A verification method that a speculator brings along.
+
+    It runs only if the configuration names it, and is reported as lossy unless `lossless`.
+    """
+
+    name: str
+    lossless: bool
+    needs_q: bool = False
+    accepts_coupled: bool = False  # exact although drafts share the target's noise
+
+
+@attrs.frozen
+class Capabilities:
+    """What a speculator needs and does. Core decides from these alone, never from a name.
+
+    drawn: how draft tokens come about. "deterministic": no randomness (a rule, an argmax).
+        "coupled": with the target's own noise, legal only under `coupled` verification.
+        "independent": with the draft streams of `specdec_kernels.sample_draft`.
+    q: the form of `Draft.q` that is returned when sampled drafts meet a method that reads it.
+    max_drafts: the most tokens it can draft in one step; None = no limit.
+    default_drafts: `num_speculative_tokens` if the user names none; None = core's default.
+    max_context: drafts only for sequences up to this many tokens; None = no limit.
+    hidden_states: capture ids of the residual stream it wants (see `TargetOutputs`).
+    post_norm: wants the hidden states after the target's final norm.
+    kv_layers: its own attention layers, to be paged along with the target's.
+    lookahead_slots: cache places beyond the committed tokens that drafting writes to.
+    host_tokens: wants `Step.host`.
+    graph_safe: `propose` may be captured once and replayed: fixed shapes, no host reads.
+    honours_k: reads `Step.k`; if not, its drafts are cut to it.
+    writes_confidence: fills `Draft.confidence`.
+    verification: rules of its own.
+    """
+
+    drawn: Drawn = "deterministic"
+    q: QForm | None = None
+    max_drafts: int | None = None
+    default_drafts: int | None = None
+    max_context: int | None = None
+    hidden_states: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    post_norm: bool = False
+    kv_layers: tuple[KVLayer, ...] = attrs.field(default=(), converter=tuple)
+    lookahead_slots: int = 0
+    host_tokens: bool = False
+    graph_safe: bool = False
+    honours_k: bool = True
+    writes_confidence: bool = False
+    verification: tuple[VerificationRule, ...] = attrs.field(default=(), converter=tuple)
+
+
+@attrs.frozen(eq=False)
+class TargetInfo:
+    """The target as a speculator sees it at load. Read only.
+
+    On the `meta` device (`specdec plugins NAME --target M`) the modules hold no weights.
+    """
+
+    name: str  # path, Hub id, or the class of an instance that was passed
+    config: Any  # transformers' text configuration
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_model_len: int
+    max_num_seqs: int
+    dtype: dtype
+    device: device
+    embedding: nn.Module
+    lm_head: nn.Module
+
+
+@attrs.frozen
+class RequestInfo:
+    """A request that was given a slot. `tokens`: its prompt, and what it had emitted before."""
+
+    slot: int
+    request_id: str
+    tokens: tuple[int, ...] = attrs.field(repr=False)
+    prompt_length: int
+
+
+@attrs.frozen(eq=False)
+class Pools:
+    """Memory taken from the runner's budget for a speculator, handed to `allocate`.
+
+    kv: one (keys, values) pair per entry of `Capabilities.kv_layers`, each
+        [num_blocks * block_size, heads, dim]; a token at position p of a slot lies at
+        `block_tables[slot, p // block_size] * block_size + p % block_size`. Block 0 belongs to
+        nobody: padding writes there.
+    """
+
+    kv: tuple[tuple[Tensor, Tensor], ...]
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_drafts: int
+
+
+SpeculatorOptions = Mapping[str, Any]

@@ -1,0 +1,127 @@
+"""The definition of every op, in plain torch for any device, and the CPU path.
+
+The ops have the signatures of the package's public functions, which check the arguments and
+document them. Work is selected by the values of rows and requests, which on CUDA reads sizes back
+to the host: kernels must match these results, not this control flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specdec_kernels import noise, rejection
+from specdec_kernels.chains import Chains, Given, Rule, at, chains_of, first_largest, prefix, take
+from specdec_kernels.logits import is_greedy, process_logits, tempered
+from specdec_kernels.types import DenseQ, Sampling, SparseQ, Verified
+
+__all__ = ["process_logits", "sample", "sample_draft", "verify"]
+
+
+def verify(
+    logits: Tensor,
+    logits_start: Tensor,
+    draft_tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    sampling: Sampling,
+    *,
+    method: str,
+    q: DenseQ | SparseQ | None = None,
+    acceptance_rates: Tensor | None = None,
+) -> Verified:
+    """Accept a prefix of every request's drafts and add one token of the target's."""
+    given = Given(logits, positions, sampling, q, acceptance_rates)
+    chains = chains_of(logits.shape[1], logits_start, draft_tokens, slots)
+    active = (logits_start.diff() > 0) & (slots >= 0)
+    greedy = is_greedy(slots, sampling)
+    accepted, token = torch.zeros_like(slots), torch.zeros_like(slots)
+    for wanted, rule in zip((greedy, ~greedy), _RULES[method], strict=True):
+        chosen = (active & wanted).nonzero().squeeze(-1)
+        if chosen.numel():
+            accepted[chosen], token[chosen] = rule(given, Chains(*(x[chosen] for x in chains)))
+
+    count = (accepted + 1).where(active, 0)
+    tokens = pad(draft_tokens, (0, 1)).scatter(1, accepted[:, None], token[:, None])
+    emitted = chains.column < count[:, None]
+    return Verified(tokens.where(emitted, -1), count, chains.row.where(emitted, -1))
+
+
+def sample(logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling) -> Tensor:
+    """Plain decoding: one token per row, the one that `verify` gives without drafts."""
+    given = Given(logits, positions, sampling, None, None)
+    greedy, padding = is_greedy(slots, sampling), slots < 0
+    tokens = torch.full_like(slots, -1)
+    for wanted, choose in ((greedy, _argmax), (~greedy, _drawn)):
+        rows = (wanted & ~padding).nonzero().squeeze(-1)
+        if rows.numel():
+            tokens[rows] = choose(given, rows, slots[rows])
+    return tokens
+
+
+def sample_draft(
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    sampling: Sampling,
+    *,
+    how: str,
+    column: int,
+    vocab_map: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """One draft per request, as a target id."""
+    if vocab_map is None:
+        logits = logits[:, :vocab_size]
+    tokens = torch.full_like(slots, -1)
+    greedy = is_greedy(slots, sampling) | (how == "greedy")
+    rows = (greedy & (slots >= 0)).nonzero().squeeze(-1)
+    if rows.numel():
+        best = first_largest(take(logits, rows))
+        tokens[rows] = best if vocab_map is None else vocab_map[best]
+    rows = (~greedy & (slots >= 0)).nonzero().squeeze(-1)
+    if rows.numel():
+        weights = tempered(take(logits, rows), slots[rows], sampling)
+        if vocab_map is not None:
+            # the target's noise belongs to its ids: map first, then draw
+            assert vocab_size is not None
+            everywhere = weights.new_full((len(rows), vocab_size), -inf)
+            weights = everywhere.index_copy_(1, vocab_map, weights)
+        domain, index = (noise.TARGET_TOKEN, 0) if how == "coupled" else (noise.DRAFT_TOKEN, column)
+        stream = sampling.stream[slots[rows]]
+        tokens[rows] = noise.draw(weights, stream, positions[rows], domain, index)
+    return tokens
+
+
+def _argmax(given: Given, rows: Tensor, slots: Tensor) -> Tensor:
+    return first_largest(take(given.logits, rows))
+
+
+def _drawn(given: Given, rows: Tensor, slots: Tensor) -> Tensor:
+    weights = process_logits(take(given.logits, rows), slots, given.sampling)
+    stream = given.sampling.stream[slots]
+    return noise.draw(weights, stream, given.positions[rows], noise.TARGET_TOKEN)
+
+
+def _match(choose: Callable[[Given, Tensor, Tensor], Tensor]) -> Rule:
+    def rule(given: Given, chains: Chains) -> tuple[Tensor, Tensor]:
+        live = chains.column <= chains.length[:, None]
+        slots = chains.slot[:, None].expand_as(chains.row)
+        tokens = torch.full_like(chains.row, -1)
+        tokens[live] = choose(given, chains.row[live], slots[live])
+        accepted = prefix((tokens[:, :-1] == chains.draft) & chains.tested)
+        return accepted, at(tokens, accepted)
+
+    return rule
+
+
+_RULES: dict[str, tuple[Rule, Rule]] = {  # of greedy requests, of sampled ones
+    "coupled": (_match(_argmax), _match(_drawn)),
+    "standard": (_match(_argmax), rejection.standard),
+    "block": (_match(_argmax), rejection.block),
+    "synthetic": (rejection.synthetic_greedy, rejection.synthetic),
+}

@@ -1,0 +1,146 @@
+"""Rules that accept by comparing laws, and replace a refused draft from what p has more than q.
+
+standard: Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318).
+block: Sun et al. 2024 (arXiv:2403.10444). synthetic: acceptance at given rates, for load tests.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specdec_kernels import noise
+from specdec_kernels.chains import Chains, Given, at, first_largest, prefix, take, uniforms
+from specdec_kernels.logits import process_logits, tempered
+from specdec_kernels.types import DenseQ
+
+
+class _Tests(NamedTuple):
+    """Every draft of every request, in one list of t."""
+
+    request: Tensor  # [t]
+    column: Tensor  # [t]
+    draft: Tensor  # [t]
+    log_p: Tensor  # [t, V]
+    log_q: Tensor | None  # [t, V]; None: all of q is on the draft
+
+
+def _tests(given: Given, chains: Chains) -> _Tests:
+    request, column = chains.tested.nonzero(as_tuple=True)
+    rows, slots = chains.row[request, column], chains.slot[request]
+    target = process_logits(take(given.logits, rows), slots, given.sampling)
+    log_q = _log_q(given, slots, column)
+    return _Tests(request, column, chains.draft[request, column], target.log_softmax(-1), log_q)
+
+
+def _log_ratio(tests: _Tests, like: Tensor) -> Tensor:
+    """Log of p(d) / q(d) per draft: float32 [n, K]; -inf past the chain and where p(d) = 0."""
+    ratio = at(tests.log_p, tests.draft)
+    if tests.log_q is not None:
+        ratio = ratio - at(tests.log_q, tests.draft)
+    table = torch.full(like.shape, -inf, dtype=ratio.dtype, device=ratio.device)
+    table[tests.request, tests.column] = ratio.nan_to_num(nan=-inf, posinf=inf, neginf=-inf)
+    return table
+
+
+def standard(given: Given, chains: Chains) -> tuple[Tensor, Tensor]:
+    """Accept d with probability min(1, p(d) / q(d)), up to the first failure."""
+    ratio = _log_ratio(_tests(given, chains), chains.draft)
+    accepted = prefix(ratio > uniforms(given, chains).log())
+    return accepted, _next_token(given, chains, accepted)
+
+
+def block(given: Given, chains: Chains) -> tuple[Tensor, Tensor]:
+    """Accept up to the *last* success, with thresholds on the ratio of the whole block so far."""
+    tests = _tests(given, chains)
+    ratio = _log_ratio(tests, chains.draft)
+    log_rho = ratio.new_zeros(chains.row.shape)  # [n, K + 1]: rho after i drafts
+    for i in range(ratio.shape[1]):
+        joint = (log_rho[:, i] + ratio[:, i]).clamp(max=0)
+        log_rho[:, i + 1] = joint.nan_to_num(nan=-inf, neginf=-inf)
+
+    # Draft i is followed by draft i + 1, whose row has what rho * p exceeds q by; the last draft by
+    # none, and its threshold is rho itself.
+    threshold = log_rho[:, 1:].exp()
+    ahead = tests.column > 0
+    request, column = tests.request[ahead], tests.column[ahead]
+    carried = log_rho[request, column]
+    log_p = tests.log_p[ahead] + carried[:, None]
+    log_q = None if tests.log_q is None else tests.log_q[ahead]
+    mass = _residual(log_p, log_q, tests.draft[ahead]).exp().sum(-1)
+    missing = mass - torch.expm1(carried)
+    threshold[request, column - 1] = (mass / missing).where(missing > 0, 1.0)
+
+    passed = (uniforms(given, chains) <= threshold) & chains.tested
+    accepted = (passed * chains.column[1:]).amax(1) if passed.shape[1] else chains.length
+    return accepted, _next_token(given, chains, accepted, at(log_rho, accepted))
+
+
+def _residual(log_p: Tensor, log_q: Tensor | None, draft: Tensor) -> Tensor:
+    """Log of max(p - q, 0): float32 [n, V], not normalised. `log_p` may be scaled below a law."""
+    if log_q is None:
+        return log_p.scatter(1, draft[:, None], -inf)
+    # in log space: the difference of two nearly equal probabilities would be rounding noise
+    rho = (log_q - log_p).exp()
+    return (log_p + torch.log1p(-rho)).where(rho < 1, -inf)
+
+
+def _next_token(
+    given: Given, chains: Chains, accepted: Tensor, log_rho: Tensor | None = None
+) -> Tensor:
+    """The token after `accepted` drafts: from the residual of the refused one, else from p."""
+    rows = at(chains.row, accepted)
+    weights = process_logits(take(given.logits, rows), chains.slot, given.sampling)
+    rejected = accepted < chains.length
+    some = rejected.nonzero().squeeze(-1)
+    if some.numel():
+        column = accepted[some]
+        log_p = weights[some].log_softmax(-1)
+        if log_rho is not None:
+            log_p = log_p + log_rho[some, None]
+        log_q = _log_q(given, chains.slot[some], column)
+        rest = _residual(log_p, log_q, chains.draft[some, column])
+        # by rounding p may exceed q nowhere; then p = q as far as floats tell
+        possible = (rest > -inf).any(-1, keepdim=True)
+        weights[some] = rest.where(possible, weights[some])
+    # the residual may share no noise with the bonus of this position or with its drafts
+    domain = torch.where(rejected, noise.RESIDUAL_TOKEN, noise.TARGET_TOKEN)
+    return noise.draw(weights, given.sampling.stream[chains.slot], given.positions[rows], domain)
+
+
+def _log_q(given: Given, slots: Tensor, column: Tensor) -> Tensor | None:
+    """The drafts' law over target ids: float32 [n, V]. A law without candidates is NaN: reject."""
+    vocab = given.logits.shape[1]
+    if given.q is None:
+        return None
+    if isinstance(given.q, DenseQ):
+        cached = given.q.logits[slots, column, :vocab]
+        weights = tempered(cached, slots, given.sampling)
+        return pad(weights, (0, vocab - weights.shape[1]), value=-inf).log_softmax(-1)
+    ids = given.q.ids[slots, column]
+    known = (ids >= 0) & (ids < vocab)
+    weights = tempered(given.q.logits[slots, column], slots, given.sampling).where(known, -inf)
+    everywhere = weights.new_full((len(slots), vocab), -inf)
+    return everywhere.scatter_reduce_(1, ids.where(known, 0), weights, "amax").log_softmax(-1)
+
+
+def _forced(given: Given, chains: Chains) -> Tensor:
+    assert given.rates is not None
+    wanted = uniforms(given, chains) < given.rates[: chains.draft.shape[1]]
+    return prefix(wanted & chains.tested)
+
+
+def synthetic_greedy(given: Given, chains: Chains) -> tuple[Tensor, Tensor]:
+    """Accept at the given rates, then the argmax."""
+    accepted = _forced(given, chains)
+    return accepted, first_largest(take(given.logits, at(chains.row, accepted)))
+
+
+def synthetic(given: Given, chains: Chains) -> tuple[Tensor, Tensor]:
+    """Accept at the given rates, then the token that `standard` would replace the draft by."""
+    accepted = _forced(given, chains)
+    return accepted, _next_token(given, chains, accepted)

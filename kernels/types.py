@@ -1,0 +1,59 @@
+"""What the ops take and return. Letters are those of the README: B requests, R rows, K drafts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Sampling(NamedTuple):
+    """How every request samples, by slot. Greedy requests ignore everything but temperature.
+
+    stream: int64 [slots], the request's random stream, see `make_stream`.
+    temperature: float32 [slots]; below 1e-5 the request is greedy.
+    top_k: int64 [slots]; 0 is off.
+    top_p: float32 [slots]; 1 is off.
+    min_p: float32 [slots]; 0 is off.
+    """
+
+    stream: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+class DenseQ(NamedTuple):
+    """The law every draft was drawn from, in full.
+
+    logits: any float dtype [slots, K or more, Vd], as the drafter drew from them, *before*
+        temperature. Vd may differ from the target's V: the law is the softmax over the ids that
+        both have, and 0 elsewhere.
+    """
+
+    logits: Tensor
+
+
+class SparseQ(NamedTuple):
+    """The law of drafts that were drawn among C candidates.
+
+    ids: int64 [slots, K or more, C], target ids, distinct within a row; -1 is no candidate.
+    logits: any float dtype [slots, K or more, C], before temperature.
+    """
+
+    ids: Tensor
+    logits: Tensor
+
+
+class Verified(NamedTuple):
+    """What a step emits.
+
+    tokens: int64 [B, K + 1], the accepted drafts and then one token of the target; -1 past `count`.
+    count: int64 [B], 1 to K + 1, and 0 for padding and for requests without rows.
+    rows: int64 [B, K + 1], the row of `logits` each token was decided on; -1 past `count`.
+    """
+
+    tokens: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    rows: Tensor
