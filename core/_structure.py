@@ -48,9 +48,9 @@ def structure(cls: type[T], values: Mapping[str, Any], what: str) -> T:
     what: names the thing in messages, e.g. `the options of 'x'`.
     """
     check_keys(cls, values, what)
-    for field in attrs.fields(cls):
-        if field.init and field.default is attrs.NOTHING and field.alias not in values:
-            raise ConfigError(f"{what} need the key {field.alias!r}")
+    for key in _required(cls):
+        if key not in values:
+            raise ConfigError(f"{what} need the key {key!r}")
     try:
         return cls(**values)
     except ConfigError:
@@ -96,6 +96,10 @@ def _hints(cls: type) -> dict[str, Any]:
     }
 
 
+def _required(cls: type) -> list[str]:
+    return [a.alias for a in attrs.fields(cls) if a.init and a.default is attrs.NOTHING]
+
+
 def _quotes(value: Any, hint: Any) -> str:
     if isinstance(value, bool | int | float) and fits("", hint):
         return "; in a short string, put it in quotes"
@@ -128,6 +132,8 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(
             fits(k, args[0]) and fits(v, args[1]) for k, v in value.items()
         )
+    if origin is type:
+        return isinstance(value, type) and issubclass(value, args)
     kind = origin or hint
     return not isinstance(kind, type) or isinstance(value, kind)
 
@@ -144,6 +150,8 @@ def spell(hint: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     if hint in names:
         return names[hint]
+    if origin is type:
+        return f"a subclass of {spell(args[0])}"
     if origin is tuple and Ellipsis not in args:
         return "a list of " + ", ".join(spell(a) for a in args)
     if (origin or hint) in (list, tuple, Sequence):

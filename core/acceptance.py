@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ def check_rates(rates: Sequence[float], drafts: int | None) -> None:
         raise ConfigError(
             f"synthetic_acceptance_rates is {shown(list(rates))}; it has to hold numbers in [0, 1]"
         )
-    if any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False)):
+    if any(later > earlier for earlier, later in itertools.pairwise(rates)):
         raise ConfigError(
             f"synthetic_acceptance_rates rises in {shown(list(rates))}; entry i is the probability "
             "that the first i + 1 drafts are all accepted, which cannot rise"

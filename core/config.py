@@ -30,7 +30,8 @@ PolicyName = Literal["fixed", "falling"]
 class SpeculativeConfig:
     """The keys every method shares. vLLM's names, so that a configuration can be pasted.
 
-    method: name of a speculator; may be left out if the checkpoint `model` tells it.
+    method: name of a speculator, or a `specdec.Speculator` class itself; may be left out if the
+        checkpoint `model` tells it.
     model: checkpoint of the drafter, a folder or Hub id; methods without one need none.
     revision, code_revision: of `model` on the Hub.
     num_speculative_tokens: drafts per step and request; by default what the speculator or its
@@ -51,7 +52,7 @@ class SpeculativeConfig:
     enforce_eager: run the speculator without captured graphs, which the CPU loop always does.
     """
 
-    method: str | None = None
+    method: str | type[Speculator] | None = None
     model: str | None = None
     revision: str | None = None
     code_revision: str | None = None
@@ -71,7 +72,7 @@ class SpeculativeConfig:
         values = attrs.asdict(self, recurse=False)
         check_keys(type(self), values, "speculative_config")
         for key in ("method", "model", "rejection_sample_method"):
-            if values[key] is not None and not values[key].strip():
+            if isinstance(values[key], str) and not values[key].strip():
                 raise ConfigError(f"speculative_config: {key} is empty")
         for key in ("num_speculative_tokens", "max_model_len"):
             if values[key] is not None and values[key] < 1:
@@ -153,8 +154,15 @@ class SpeculativeConfig:
 
         Raises:
             ConfigError: a key that neither core nor the speculator knows, or a wrong value.
+            PluginError: the speculator's `Options` cannot be used.
         """
-        own = field_names(speculator.Options)
+        options_class: object = speculator.Options
+        if not (isinstance(options_class, type) and attrs.has(options_class)):
+            raise PluginError(
+                f"{method!r}: {speculator.__name__}.Options is {shown(options_class)}; "
+                "it has to be an attrs class, such as one under @attrs.frozen"
+            )
+        own = field_names(options_class)
         shared = [n for n in field_names(type(self)) if n != "extra"]
         if taken := set(own) & set(shared):
             raise PluginError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ def check_ranges(ranges: Sequence[Any]) -> list[DraftRange]:
         raise ConfigError(
             f"{KEY} starts at {shown(table[0].first)} requests; the first range has to start at 1"
         )
-    for one, two in zip(table, table[1:], strict=False):
+    for one, two in itertools.pairwise(table):
         if two.first <= one.last:
             raise ConfigError(
                 f"{KEY}: the ranges {shown(list(one))} and {shown(list(two))} overlap"

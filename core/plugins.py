@@ -153,7 +153,7 @@ def find(method: str, infos: Iterable[PluginInfo] | None = None) -> PluginInfo:
     if not hits:
         raise PluginError(f"{named[0]} is switched off by {DISABLE}={os.environ.get(DISABLE)}")
     if len(hits) > 1:
-        raise PluginError(_claimed("name", method, hits))
+        raise PluginError(claimed("name", method, hits))
     return hits[0]
 
 
@@ -168,11 +168,12 @@ def conflicts(infos: Iterable[PluginInfo]) -> list[str]:
         for pattern in info.patterns:
             claims.setdefault(("pattern", pattern), []).append(info)
     return [
-        _claimed(what, text, who) for (what, text), who in sorted(claims.items()) if len(who) > 1
+        claimed(what, text, who) for (what, text), who in sorted(claims.items()) if len(who) > 1
     ]
 
 
-def _claimed(what: str, text: str, who: Iterable[PluginInfo]) -> str:
+def claimed(what: str, text: str, who: Iterable[PluginInfo]) -> str:
+    """Say that several speculators claim one name or pattern, and what to do."""
     owners = [f"{i.distribution} {i.version} ({i.value})" for i in who]
     return (
         f"the {what} {text!r} is claimed by {' and '.join(owners)}; uninstall one of them, or "
@@ -180,12 +181,30 @@ def _claimed(what: str, text: str, who: Iterable[PluginInfo]) -> str:
     )
 
 
+def stray_patterns(found: Iterable[metadata.EntryPoint] | None = None) -> list[str]:
+    """Name every checkpoint pattern whose value is no speculator of its distribution."""
+    points = list(_entry_points() if found is None else found)
+    known = {(*_origin(p.dist), p.value) for p in points if p.group == METHODS}
+    return [
+        f"the checkpoint pattern {p.name!r} of {' '.join(_origin(p.dist))} stands for {p.value}, "
+        f"which is no entry point of the group {METHODS} there"
+        for p in points
+        if p.group == CHECKPOINTS and (*_origin(p.dist), p.value) not in known
+    ]
+
+
+def unknown_disabled(infos: Iterable[PluginInfo]) -> str | None:
+    """Say so if SPECDEC_DISABLE_PLUGINS names something that is not installed."""
+    known = {normalise(n) for i in infos for n in (*i.names, i.distribution)}
+    unknown = disabled() - known - {"*"}
+    return f"{DISABLE} names {listed(unknown)}, not installed" if unknown else None
+
+
 def load(info: PluginInfo) -> type[Speculator]:
     """Import one speculator's class; no other plugin is imported.
 
     Raises:
-        PluginError: its import failed (the cause is chained), it is no speculator class, or its
-            `Options` is no attrs class.
+        PluginError: its import failed (the cause is chained), or it is no speculator class.
     """
     from specdec.speculator import Speculator
 
@@ -199,11 +218,6 @@ def load(info: PluginInfo) -> type[Speculator]:
         raise PluginError(
             f"{info}: the entry point {info.value} gives {shown(found)}; "
             "it has to name a subclass of specdec.Speculator"
-        )
-    if not (isinstance(found.Options, type) and attrs.has(found.Options)):
-        raise PluginError(
-            f"{info}: {found.__name__}.Options is {shown(found.Options)}; "
-            "it has to be an attrs class, such as one under @attrs.frozen"
         )
     return found
 

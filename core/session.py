@@ -3,52 +3,68 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 import torch
 
-from specdec.errors import PluginError, SpecdecError, SpeculatorError, nearest
+from specdec._answers import Answers
+from specdec.errors import PluginError, SpeculatorError, listed, nearest
 from specdec.hookspecs import PROJECT, Hooks, hookimpl
-from specdec.types import Draft, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specdec.speculator import Speculator
-    from specdec.types import Capabilities, Step, TargetOutputs
+    from specdec.types import Capabilities, Draft, Step, TargetOutputs, Verdict
 
 HOOKS = ("extract_hidden_states", "propose", "verify", "step_finished")
 
 
 class _Manager(pluggy.PluginManager):
-    """A manager that refuses the signatures pluggy accepts and then never calls rightly."""
+    """A manager that refuses what pluggy accepts and then never calls, or calls wrongly."""
 
-    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        opts = super().parse_hookimpl_opts(plugin, name)  # type: ignore[arg-type]
-        if opts is None:
-            return None
-        for parameter in inspect.signature(getattr(plugin, name)).parameters.values():
-            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.POSITIONAL_ONLY):
-                kind = "keyword-only" if parameter.kind is parameter.KEYWORD_ONLY else "variadic"
-                problem = f"the {kind} argument {parameter.name!r}"
-            elif parameter.default is not parameter.empty:
-                problem = f"a default for the argument {parameter.name!r}"
-            else:
-                continue
-            raise PluginError(
-                f"the hook {name} of {type(plugin).__name__} has {problem}; "
-                "name only the arguments you need, plain and without defaults"
-            )
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        opts = super().parse_hookimpl_opts(plugin, name)
+        if opts is None or isinstance(plugin, _Core):
+            return opts
+        hook = opts.get("specname") or name
+        if hook not in HOOKS:
+            raise PluginError(f"{hook!r} is no hook{nearest(hook, HOOKS)} (hooks: {listed(HOOKS)})")
+        method = getattr(plugin, name)
+        for option in ("wrapper", "hookwrapper", "trylast", "optionalhook"):
+            if opts.get(option):
+                raise PluginError(f"its hook {name} has the option {option}, which is not served")
+        if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+            raise PluginError(f"its hook {name} is a coroutine or a generator; make it a function")
+        known = list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]
+        for parameter in inspect.signature(method).parameters.values():
+            problem = _problem(parameter, known)
+            if problem:
+                raise PluginError(
+                    f"its hook {name} has {problem}; name only the arguments it needs, plain and "
+                    f"without defaults (of: {', '.join(known)})"
+                )
         return opts
+
+
+def _problem(parameter: inspect.Parameter, known: list[str]) -> str | None:
+    """What is wrong with an argument of a hook, if anything."""
+    if parameter.kind is parameter.KEYWORD_ONLY:
+        return f"the keyword-only argument {parameter.name!r}"
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return f"the variadic argument {parameter.name!r}"
+    if parameter.default is not parameter.empty:
+        return f"a default for the argument {parameter.name!r}"
+    if parameter.name not in known:
+        return f"the unknown argument {parameter.name!r}{nearest(parameter.name, known)}"
+    return None
 
 
 class _Core:
     """Core's own answers, asked last."""
-
-    def __init__(self, verify: Callable[[Step, Draft, Tensor], Verdict]) -> None:
-        self._verify = verify
 
     @hookimpl(trylast=True)
     def extract_hidden_states(self, outputs: TargetOutputs) -> Tensor | None:
@@ -57,19 +73,20 @@ class _Core:
             parts.append(outputs.post_norm)
         return torch.cat(parts, dim=-1) if parts else None
 
-    @hookimpl(trylast=True)
-    def verify(self, step: Step, draft: Draft, logits: Tensor) -> Verdict:
-        return self._verify(step, draft, logits)
-
 
 class Session:
     """The hooks of one run: core's defaults, one speculator and any observers.
 
     speculator: an instance; None decodes plainly.
-    label: how errors name it, e.g. `speculator 'ngram' of specdec-plugin-ngram 0.1.0`.
+    label: how errors name it, e.g. `speculator 'x' of specdec-plugin-x 0.1.0`.
     rule: the verification method in force.
     verify: core's own verification, for every rule that the speculator does not bring along.
     vocab_size, device: what drafts are checked against.
+    capabilities: of the speculator; without them it has no rule of its own.
+    observers: instances with the hook `step_finished`.
+
+    What raises in the speculator, or what it answers wrongly, is a `SpeculatorError` that names
+    it and the hook; what core raises passes unchanged.
     """
 
     def __init__(
@@ -85,50 +102,56 @@ class Session:
         observers: Iterable[object] = (),
     ) -> None:
         self.label = label
-        self.vocab_size = vocab_size
-        self.device = device
+        self.observers = list(observers)
+        self._answers = Answers(label, vocab_size, device, capabilities.q if capabilities else None)
         self._manager = _Manager(PROJECT)
         self._manager.add_hookspecs(Hooks)
-        self._register(_Core(verify), "specdec-core")
-        self.observers: list[object] = []
-        others = []
+        self._manager.register(_Core(), name="specdec-core")
+        own = {r.name for r in capabilities.verification} if capabilities else set()
         if speculator is not None:
             self._register(speculator, label)
-            own = {r.name for r in capabilities.verification} if capabilities else set()
             self._check_speculator(speculator, own)
-            if rule not in own:
-                others.append(speculator)
-        for observer in observers:
-            self._register(observer, f"observer {type(observer).__name__}")
-            self.observers.append(observer)
+        for number, observer in enumerate(self.observers):
+            name = f"observer {type(observer).__name__} ({number})"
+            self._register(observer, name)
+            self._check_observer(observer, name)
         hook = self._manager.hook
         self._extract = hook.extract_hidden_states
         self._propose = hook.propose
+        self._finished = list(reversed(hook.step_finished.get_hookimpls()))
         # a rule of the speculator's own runs only if the configuration names it
-        self._verify = self._manager.subset_hook_caller("verify", others)
+        self._rule = rule if rule in own else None
+        self._verify: Callable[..., Any] = verify if self._rule is None else hook.verify
 
     def _register(self, plugin: object, label: str) -> None:
         if isinstance(plugin, type):
-            raise PluginError(f"{label} is the class {plugin.__name__}; register an instance of it")
+            raise PluginError(f"{label} is the class {plugin.__name__}; give an instance of it")
+        for other in self._manager.get_plugins():
+            if other is plugin:
+                raise PluginError(f"{label} is there twice")
+            if other == plugin:
+                raise PluginError(
+                    f"{label} equals {self._manager.get_name(other)}; plugins are told apart by "
+                    "identity, so leave __eq__ alone (eq=False in attrs and dataclasses)"
+                )
         try:
             self._manager.register(plugin, name=label)
             self._manager.check_pending()
         except (pluggy.PluginValidationError, PluginError, ValueError) as error:
-            self._manager.unregister(plugin) if self._manager.is_registered(plugin) else None
-            unknown = _unknown_hook(plugin)
-            hint = f"; {unknown[0]!r} is no hook{nearest(unknown[0], HOOKS)}" if unknown else ""
-            raise PluginError(f"{label} does not fit the hooks: {error}{hint}") from error
+            raise PluginError(f"{label} does not fit the hooks: {error}") from error
+
+    def _written(self, plugin: object, label: str) -> set[str]:
+        """Hooks that the plugin implements; a method of their name without the mark is refused."""
+        written = {c.name for c in self._manager.get_hookcallers(plugin) or ()}
+        for name in HOOKS:
+            if name not in written and callable(getattr(type(plugin), name, None)):
+                raise PluginError(
+                    f"{label}: the method {name} is not marked; put @specdec.hookimpl above it"
+                )
+        return written
 
     def _check_speculator(self, speculator: Speculator, own: set[str]) -> None:
-        written = {
-            c.name for c in self._manager.get_hookcallers(speculator) or () if c.name in HOOKS
-        }
-        for name in HOOKS:
-            if callable(getattr(speculator, name, None)) and name not in written:
-                raise PluginError(
-                    f"{self.label}: the method {name} is not marked; "
-                    "put @specdec.hookimpl above it"
-                )
+        written = self._written(speculator, self.label)
         if "propose" not in written:
             raise PluginError(f"{self.label} does not implement the hook propose")
         if "verify" in written and not own:
@@ -138,126 +161,84 @@ class Session:
             )
         if own and "verify" not in written:
             raise PluginError(
-                f"{self.label} declares the verification rule {sorted(own)[0]!r} but does not "
+                f"{self.label} declares the verification rule {min(own)!r} but does not "
                 "implement the hook verify"
+            )
+
+    def _check_observer(self, observer: object, label: str) -> None:
+        written = self._written(observer, label)
+        if written != {"step_finished"}:
+            raise PluginError(
+                f"{label} implements {listed(written)}; an observer has the hook step_finished "
+                "and no other"
             )
 
     def extract_hidden_states(self, step: Step, outputs: TargetOutputs) -> Tensor | None:
         """Features of this step's rows, [rows, width], or None if nobody asked for any."""
-        hidden = self._call("extract_hidden_states", self._extract, step=step, outputs=outputs)
+        try:
+            hidden = self._extract(step=step, outputs=outputs)
+        except Exception as error:  # whatever a plugin raises
+            if _passed_core(error.__traceback__):
+                raise
+            raise self._raised("extract_hidden_states", error) from error
         if hidden is None:
             return None
-        self._check_tensor("extract_hidden_states", "the features", hidden)
-        if hidden.ndim != 2 or hidden.shape[0] != step.tokens.shape[0]:
-            raise self._wrong(
-                "extract_hidden_states",
-                f"features of shape {list(hidden.shape)}; "
-                f"[{step.tokens.shape[0]} rows, width] is expected",
-            )
-        return hidden
+        return self._answers.features(hidden, step.tokens.shape[0])
 
     def propose(self, step: Step, hidden: Tensor | None, k: int) -> Draft | None:
         """The drafts of the step, checked; None if nobody drafts."""
-        draft = self._call("propose", self._propose, step=step, hidden=hidden, k=k)
+        try:
+            draft = self._propose(step=step, hidden=hidden, k=k)
+        except Exception as error:  # whatever a plugin raises
+            raise self._raised("propose", error) from error
         if draft is None:
             return None
-        if not isinstance(draft, Draft):
-            raise self._wrong("propose", f"{type(draft).__name__}; a specdec.Draft is expected")
-        self._check_ids("propose", "draft tokens", draft.tokens, (step.batch, k))
-        if draft.confidence is not None:
-            self._check_tensor("propose", "the confidence", draft.confidence)
-            if draft.confidence.shape != (step.batch, k):
-                raise self._wrong(
-                    "propose",
-                    f"confidence of shape {list(draft.confidence.shape)}; "
-                    f"[{step.batch} requests, {k} drafts] is expected",
-                )
-        if draft.parents is not None:
-            raise self._wrong("propose", "parents; trees are reserved and not served yet")
-        return draft
+        return self._answers.draft(draft, step.batch, k, step.state.length.shape[0])
 
     def verify(self, step: Step, draft: Draft, logits: Tensor) -> Verdict:
-        """The verdict of the rule in force, checked."""
-        verdict = self._call("verify", self._verify, step=step, draft=draft, logits=logits)
-        if not isinstance(verdict, Verdict):
-            raise self._wrong("verify", f"{type(verdict).__name__}; a specdec.Verdict is expected")
+        """The verdict of the rule in force; checked unless core gave it."""
+        if self._rule is None:
+            drawn: Verdict = self._verify(step, draft, logits)
+            return drawn
+        try:
+            verdict = self._verify(step=step, draft=draft, logits=logits)
+        except Exception as error:  # whatever a plugin raises
+            raise self._raised("verify", error) from error
         batch, k = draft.tokens.shape
-        self._check_ids("verify", "emitted tokens", verdict.tokens, (batch, k + 1))
-        for name, value, shape in (
-            ("count", verdict.count, (batch,)),
-            ("rows", verdict.rows, (batch, k + 1)),
-        ):
-            self._check_tensor("verify", name, value)
-            if value.shape != shape:
-                raise self._wrong(
-                    "verify",
-                    f"{name} of shape {list(value.shape)}; {list(shape)} is expected",
-                )
-        return verdict
+        return self._answers.verdict(verdict, self._rule, batch, k, logits.shape[0])
 
     def step_finished(self, step: Step, verdict: Verdict) -> list[tuple[object, Exception]]:
         """Call every observer, the last registered first; return those that raised.
 
-        An observer that raised is taken off: it is called no more.
+        One that raised is called no more; a speculator that observes keeps its other hooks.
         """
+        if not self._finished:
+            return []
         failed: list[tuple[object, Exception]] = []
-        for impl in reversed(self._manager.hook.step_finished.get_hookimpls()):
-            arguments = {"step": step, "verdict": verdict}
+        arguments = {"step": step, "verdict": verdict}
+        for impl in list(self._finished):
             try:
                 impl.function(*(arguments[a] for a in impl.argnames))
             except Exception as error:  # an observer must not harm the requests
                 error.add_note(f"raised by {impl.plugin_name} in the hook step_finished")
-                self._manager.unregister(impl.plugin)
+                self._finished.remove(impl)
                 self.observers = [o for o in self.observers if o is not impl.plugin]
                 failed.append((impl.plugin, error))
         return failed
 
-    def _call(self, name: str, hook: Callable[..., Any], **arguments: object) -> Any:
-        try:
-            return hook(**arguments)
-        except SpecdecError as error:
-            error.add_note(f"raised by {self.label} in the hook {name}")
-            raise
-        except Exception as error:
-            wrapped = SpeculatorError(
-                f"{self.label} raised {type(error).__name__} in the hook {name}: {error}"
-            )
-            raise wrapped from error
-
-    def _wrong(self, hook: str, what: str) -> SpeculatorError:
-        return SpeculatorError(f"{self.label} answered the hook {hook} with {what}")
-
-    def _check_tensor(self, hook: str, what: str, value: object) -> None:
-        if not isinstance(value, torch.Tensor):
-            raise self._wrong(hook, f"{what} of type {type(value).__name__}; a tensor is expected")
-        if value.device != self.device:
-            raise self._wrong(hook, f"{what} on {value.device}; {self.device} is expected")
-
-    def _check_ids(self, hook: str, what: str, value: object, shape: Sequence[int]) -> None:
-        self._check_tensor(hook, what, value)
-        assert isinstance(value, torch.Tensor)
-        if value.dtype != torch.int64:
-            raise self._wrong(hook, f"{what} of dtype {value.dtype}; torch.int64 is expected")
-        if tuple(value.shape) != tuple(shape):
-            raise self._wrong(
-                hook, f"{what} of shape {list(value.shape)}; {list(shape)} is expected"
-            )
-        # reading values would stall a device; there the kernels treat such ids as no draft
-        if self.device.type == "cpu" and value.numel():
-            low, high = (int(x) for x in torch.aminmax(value))
-            if low < -1 or high >= self.vocab_size:
-                bad = low if low < -1 else high
-                raise self._wrong(
-                    hook,
-                    f"{what} that hold the id {bad}; "
-                    f"-1 or 0 to {self.vocab_size - 1} is expected",
-                )
+    def _raised(self, hook: str, error: Exception) -> SpeculatorError:
+        return SpeculatorError(
+            f"{self.label} raised {type(error).__name__} in the hook {hook}: {error}"
+        )
 
 
-def _unknown_hook(plugin: object) -> list[str]:
-    """Names of marked methods that are no hooks."""
-    return [
-        name
-        for name in dir(type(plugin))
-        if hasattr(getattr(type(plugin), name, None), f"{PROJECT}_impl") and name not in HOOKS
-    ]
+def _passed_core(traceback: TracebackType | None) -> bool:
+    """Whether core's own implementation of a hook is among the frames."""
+    while traceback is not None:
+        if traceback.tb_frame.f_code is _CORE_EXTRACT:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+_CORE_EXTRACT = _Core.extract_hidden_states.__code__

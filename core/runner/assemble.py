@@ -22,12 +22,11 @@ from specdec.runner.scheduler import Scheduler
 from specdec.runner.state import Slots
 from specdec.runner.target import TargetModel
 from specdec.session import Session
+from specdec.speculator import Speculator
 from specdec.types import Capabilities, Draft, Pools, Step, TargetInfo, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from specdec.speculator import Speculator
 
 BLOCK_SIZE = 16  # tokens per page
 MEMORY_SHARE = 0.4  # of the free memory that the cache takes at most by itself
@@ -89,10 +88,8 @@ def assemble(
 
     Whatever can be checked without weights is checked before they are read.
     """
-    speculator_class, info = _choose(config)
-    own = None
-    if config is not None and speculator_class is not None and info is not None:
-        own = config.resolve(speculator_class, info.method)
+    choice = _choose(config)
+    own = config.resolve(choice.speculator, choice.method) if config and choice else None
     if device is None:
         on_module = getattr(model, "device", None)
         device = on_module or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,11 +99,16 @@ def assemble(
     speculator: Speculator | None = None
     try:
         max_model_len = _context(settings.max_model_len, target)
-        label = str(info) if info else "no speculator"
+        label = choice.label if choice else "no speculator"
         capabilities, agreement = None, None
-        if config is not None and speculator_class is not None:
+        if config is not None and choice is not None:
             told = _target_info(model, target, max_model_len, settings)
-            speculator = _call(label, "load", lambda: speculator_class.load(told, own))
+            speculator = _call(label, "load", lambda: choice.speculator.load(told, own))
+            if not isinstance(speculator, Speculator):
+                raise PluginError(
+                    f"{label}: load() gave {type(speculator).__name__}; "
+                    "an instance of the speculator is expected"
+                )
             capabilities = _call(label, "capabilities", speculator.capabilities)
             if not isinstance(capabilities, Capabilities):
                 raise PluginError(
@@ -127,17 +129,26 @@ def assemble(
     )
 
 
-def _choose(
-    config: SpeculativeConfig | None,
-) -> tuple[type[Speculator] | None, plugins.PluginInfo | None]:
+@attrs.frozen
+class _Choice:
+    """A speculator's class. label: how errors name it."""
+
+    speculator: type[Speculator]
+    method: str
+    label: str
+
+
+def _choose(config: SpeculativeConfig | None) -> _Choice | None:
     if config is None:
-        return None, None
+        return None
     method = config.method
+    if isinstance(method, type):
+        return _Choice(method, method.__name__, f"speculator {method.__name__} (given as a class)")
     if method is None:
         assert config.model is not None  # parse refuses a configuration with neither
         method = checkpoints.detect(config.model, config.revision)
     info = plugins.find(method)
-    return plugins.load(info), info
+    return _Choice(plugins.load(info), info.method, str(info))
 
 
 def _call(label: str, what: str, call: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ to the longest; a prefill chunk is a tile of its own, so that it pays for no pad
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import attrs
@@ -213,7 +214,7 @@ def _tile(
     key_index = _slots(block_tables, request[:, None], torch.minimum(key, last), block_size)
 
     padded_rows = any(piece.count != q for piece in pieces)
-    follow = all(a.start + a.count == b.start for a, b in zip(pieces, pieces[1:], strict=False))
+    follow = all(a.start + a.count == b.start for a, b in pairwise(pieces))
     real = [(i * q + j, p.start + j) for i, p in enumerate(pieces) for j in range(p.count)]
     out_from, out_rows = torch.tensor(real, device=device).unbind(1)
     return Tile(

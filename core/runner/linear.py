@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import attrs
@@ -46,7 +47,7 @@ class RowBlocks:
     def plan(self, rows: int, query_start: Sequence[int]) -> None:
         """Cut the rows of one forward; a request of more than FEW_ROWS rows is one product."""
         self.rows, self.cuts, first = rows, [], 0
-        for start, end in zip(query_start, query_start[1:], strict=False):
+        for start, end in pairwise(query_start):
             if end - start > FEW_ROWS:
                 self.cuts += [*self.even(first, start), (start, end)]
                 first = end
@@ -73,9 +74,10 @@ class PackedLinear(nn.Module):
         self, layer: nn.Module, *, blocks: RowBlocks | None, keep_dense: bool, head: bool
     ) -> None:
         super().__init__()
-        weight = _dense(layer)
+        weight, bias = _dense(layer), layer.bias
+        assert bias is None or isinstance(bias, nn.Parameter)
         self.out_features, self.in_features = weight.shape
-        self.bias = layer.bias
+        self.bias = bias
         self.blocks = blocks
         self.head = head
         self.dense: nn.Parameter | None = None
@@ -129,7 +131,8 @@ class PackedLinear(nn.Module):
 
 def available() -> bool:
     """Whether this build of torch has the packing operators and oneDNN."""
-    found = torch.backends.mkldnn.is_available() and all(
+    built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    found = built and all(
         hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
     )
     if not found:
@@ -159,15 +162,20 @@ def pack_linears(model: nn.Module, *, head: nn.Module | None, blocks: RowBlocks 
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     replaced: dict[int, PackedLinear] = {}
-    for parent in list(model.modules()):
+    # Parents only: a list of all modules would keep every dense weight alive until the end.
+    for parent in [module for module in model.modules() if any(True for _ in module.children())]:
         for name, layer in list(parent.named_children()):
-            if not packable(layer) or (blocks is None and layer.weight.numel() < _SMALL):
+            if not packable(layer):
+                continue
+            weight = layer.weight
+            assert isinstance(weight, nn.Parameter)
+            if blocks is None and weight.numel() < _SMALL:
                 continue
             if id(layer) not in replaced:
                 replaced[id(layer)] = PackedLinear(
                     layer,
                     blocks=blocks,
-                    keep_dense=layer is head or owners[id(layer.weight)] > 1,
+                    keep_dense=layer is head or owners[id(weight)] > 1,
                     head=layer is head,
                 )
             setattr(parent, name, replaced[id(layer)])

@@ -74,7 +74,7 @@ def load_model(
     if dtype is None and device.type == "cpu" and wanted in _HALF:
         wanted = torch.float32  # half precision is slower than float32 on CPUs
     try:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
             config=config,
             dtype=wanted,
@@ -88,7 +88,8 @@ def load_model(
         raise TargetError(f"cannot load {str(model)!r}: {error}") from error
     if dtype is None and device.type == "cpu" and loaded.dtype in _HALF:
         loaded = loaded.float()
-    return loaded.to(device).eval()  # type: ignore[arg-type]
+    built: PreTrainedModel = loaded.to(device).eval()
+    return built
 
 
 def override_module(model: PreTrainedModel, hf_overrides: dict[str, Any] | None) -> None:
@@ -137,8 +138,9 @@ def _check_causal(config: PretrainedConfig, model: str) -> None:
     causal: set[str] = set()
     for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         causal |= {value} if isinstance(value, str) else set(value)
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not names and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return  # the repository's own code says which class it is
+    if not names and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise refuse(name, "its configuration names no architecture and no causal one is known")
-    if names and not remote and not causal.intersection(names):
+    if names and not causal.intersection(names):
         raise refuse(name, "it is not a causal language model")

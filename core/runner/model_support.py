@@ -1,24 +1,19 @@
-"""Can this transformers model run on a paged cache, packed? Flags mislead, so it is tried.
+"""Can this transformers model run packed, on a paged cache? What can be told without running it.
 
-Static checks come first, because they name the reason. Then a probe: two short requests, packed
-and in two chunks, against the model's own eager forward of each. It catches every silent failure
-seen except those that only show at lengths the probe does not reach.
+These checks name the reason; flags mislead, so `model_probe` then tries it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import attrs
-import torch
 from torch import nn
 
 from specdec.errors import TargetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
     from specdec.runner.kv_cache import KVSpec
@@ -32,10 +27,6 @@ _MODEL_TYPES = {
     "doge": "it keeps data in its attention mask",
     "gpt_neo": "its causal mask is indexed by the rows of a call, not by position",
 }
-_PROBE_TOKENS = 64  # longest request of the probe
-# Largest accepted logit difference over the logit scale. Negative controls (a dropped window, sink,
-# softcap or scale) are at 1e-1 and above, right answers at 1e-5 and below in float32.
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 def architecture(model: PreTrainedModel) -> str:
@@ -75,8 +66,11 @@ def check_config(config: PretrainedConfig, name: str) -> None:
 def check_model(model: PreTrainedModel) -> None:
     """Refuse what the class rules out. Raise TargetError."""
     name = architecture(model)
-    if model.get_output_embeddings() is None:
+    if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise refuse(name, "it has no language-model head")
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    if any(getattr(module, "is_causal", True) is False for module in decoder.modules()):
+        raise refuse(name, "it is an encoder, whose attention is bidirectional")
     if not type(model)._can_set_attn_implementation():
         raise refuse(name, "its attention does not go through transformers' AttentionInterface")
 
@@ -85,7 +79,8 @@ def find_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
     """Return the decoder and its list of layers. Raise TargetError if they cannot be told."""
     count = model.config.get_text_config().num_hidden_layers
     # Llama 4 text models answer get_decoder() with themselves: look one level down as well.
-    for decoder in (model.get_decoder(), *model.children()):
+    own: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    for decoder in (own, *model.children()):
         lists = {
             name: child
             for name, child in decoder.named_children()
@@ -119,8 +114,6 @@ def chunk_sizes(config: PretrainedConfig, layers: int) -> list[int | None]:
 
 def check_layers(seen: Sequence[tuple[nn.Module, KVSpec]], layers: int, name: str) -> list[KVSpec]:
     """Order the specs of one recorded forward by layer. Raise TargetError unless one per layer."""
-    if any(getattr(module, "is_causal", True) is False for module, _ in seen):
-        raise refuse(name, "its attention is bidirectional (an encoder)")
     if len({id(module) for module, _ in seen}) != len(seen):
         raise refuse(name, "a layer calls its attention more than once")
     if len(seen) != layers:
@@ -133,64 +126,6 @@ def check_layers(seen: Sequence[tuple[nn.Module, KVSpec]], layers: int, name: st
     if sorted(by_layer, key=str) != sorted(range(layers), key=str):
         raise refuse(name, "its attention modules do not carry their layer's index")
     return [by_layer[i] for i in range(layers)]
-
-
-@attrs.frozen
-class ProbeReport:
-    """What the load-time probe found."""
-
-    difference: float  # largest absolute logit difference
-    scale: float  # largest absolute logit of the model's own forward
-    reached: bool  # whether it was longer than every window and chunk
-
-
-def probe(
-    name: str,
-    vocab_size: int,
-    dtype: torch.dtype,
-    reaches: Sequence[int],
-    packed: Callable[[list[Tensor], list[tuple[int, int]]], list[Tensor]],
-    plain: Callable[[Tensor], Tensor],
-    *,
-    limit: int | None,
-) -> ProbeReport:
-    """Compare packed, chunked logits with the model's own.
-
-    reaches: windows and chunks of the layers. packed(sequences, spans): logits of the rows
-    start .. end of every sequence, in one forward. plain(sequence): logits of every row.
-    Raise TargetError if they differ by more than the dtype explains.
-    """
-    longest = max(reaches, default=0)
-    length = max(19, min(longest + 7, _PROBE_TOKENS))
-    if limit is not None:
-        length = min(length, limit)
-    generator = torch.Generator().manual_seed(0)
-    sequences = [
-        torch.randint(vocab_size, (n,), generator=generator) for n in (length, max(length // 2, 1))
-    ]
-    # The second call mixes a chunk and a single row, as serving does.
-    cuts = [length * 3 // 5, len(sequences[1]) - 1]
-    first = packed(sequences, [(0, cuts[0]), (0, cuts[1])])
-    second = packed(sequences, [(cuts[0], length), (cuts[1], len(sequences[1]))])
-    worst, mean, scale = 0.0, 0.0, 0.0
-    for i, sequence in enumerate(sequences):
-        expected = plain(sequence).double()
-        got = torch.cat([first[i], second[i]]).double()
-        rows = (got - expected).abs().amax(-1)
-        # NaN would pass every comparison; it means an unwritten slot was read.
-        rows = torch.nan_to_num(rows, nan=float("inf"))
-        worst = max(worst, rows.max().item())
-        mean = max(mean, rows.mean().item())
-        scale = max(scale, expected.abs().max().item())
-    # In half precision a router may flip on a near-tie: single rows prove nothing there.
-    judged = mean if dtype.itemsize == 2 else worst
-    if not judged <= _TOLERANCE[dtype] * scale:
-        raise refuse(
-            name,
-            "packed and chunked, its logits are not those of its own forward (max logit "
-            f"difference {worst:.2g} at scale {scale:.2g})",
-        )
-    return ProbeReport(worst, scale, reached=length > longest)
 
 
 def _rope_types(parameters: Any) -> list[str]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 from transformers import PreTrainedModel
 
@@ -26,33 +25,16 @@ from specdec.runner.model_loading import (
     override_module,
     resolve_dtype,
 )
+from specdec.runner.model_probe import probe_exact, probe_packed
 from specdec.runner.model_support import architecture, refuse
+from specdec.runner.rows import Rows, TargetOutputs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+__all__ = ["Rows", "TargetModel", "TargetOutputs"]
+
 logger = logging.getLogger(__name__)
-
-
-@attrs.frozen(eq=False)
-class Rows:
-    """What one forward computes: new rows of all requests, packed one after the other."""
-
-    tokens: Tensor  # [rows] int64
-    positions: Tensor  # [rows] int64, consecutive within a request
-    query_start: list[int]  # [batch + 1]; rows from query_start[-1] on are padding
-    context: list[int]  # [batch] keys the request's last row may see: computed + its rows
-    block_tables: Tensor  # [batch, max_blocks] int64, a request's blocks in order
-    logits_rows: Tensor  # [n] int64, the rows whose logits are wanted; n may be 0
-
-
-@attrs.frozen(eq=False)
-class TargetOutputs:
-    """What one forward gives. Entries of padding rows are finite and mean nothing."""
-
-    logits: Tensor  # [n, vocab] in the head's dtype
-    captured: dict[int, Tensor]  # capture id -> [rows, hidden], see `TargetModel.capture`
-    post_norm: Tensor | None  # [rows, hidden] after the final norm, if it was asked for
 
 
 class TargetModel:
@@ -86,8 +68,10 @@ class TargetModel:
         with torch.inference_mode():
             self.kv_specs: list[KVSpec] = self._record_layers()
             if probe:
-                self._probe()
+                probe_packed(self)
             self._pack(pack)
+            if deterministic:
+                probe_exact(self)
 
     @classmethod
     def load(
@@ -127,7 +111,8 @@ class TargetModel:
                     f"the model passed in is {model.dtype} on {model.device}; convert it before "
                     f"instead of asking for dtype={dtype!r}, device={str(device)!r}"
                 )
-            built, packs = model.eval(), bool(pack) or (pack is None and deterministic)
+            model.eval()  # type: ignore[no-untyped-call]
+            built, packs = model, bool(pack) or (pack is None and deterministic)
         elif isinstance(model, (str, Path)):
             source: dict[str, Any] = {
                 "revision": revision, "trust_remote_code": trust_remote_code, "token": token
@@ -152,8 +137,8 @@ class TargetModel:
     @property
     def lm_head(self) -> nn.Module:
         """The output head; its `weight` is [vocab, hidden] and stays readable when packed."""
-        head = self.model.get_output_embeddings()
-        assert head is not None
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        assert isinstance(head, torch.nn.Module)
         return head
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
@@ -179,7 +164,7 @@ class TargetModel:
 
     def forward(self, rows: Rows) -> TargetOutputs:
         """Compute the rows, store their keys and values, return logits and captured states."""
-        return self._forward(rows, self.cache)
+        return self.forward_on(rows, self.cache)
 
     def close(self) -> None:
         """Remove hooks and free the cache. The model itself is the caller's to drop."""
@@ -187,7 +172,8 @@ class TargetModel:
         self._cache = None
 
     @torch.inference_mode()
-    def _forward(self, rows: Rows, cache: PagedKVCache) -> TargetOutputs:
+    def forward_on(self, rows: Rows, cache: PagedKVCache) -> TargetOutputs:
+        """As `forward`, over another cache of the same layout."""
         plan = plan_attention(
             rows.positions,
             rows.query_start,
@@ -254,6 +240,18 @@ class TargetModel:
             raise refuse(self.name, "it did not take our attention implementation")
         return list(taken.values())
 
+    def own_forward(self, tokens: Tensor) -> Tensor:
+        """Return the model's own eager logits of one sequence: [tokens] -> [tokens, vocab]."""
+        with self._implementation("eager"):
+            logits: Tensor = self.model(tokens[None], use_cache=False).logits[0]
+        return logits
+
+    @property
+    def reaches(self) -> list[int]:
+        """Windows and chunks of the layers that have one."""
+        windows = [spec.window for spec in self.kv_specs]
+        return [reach for reach in [*windows, *self._chunks] if reach is not None]
+
     def _record_layers(self) -> list[KVSpec]:
         """Run two rows without a cache to see every layer's shapes."""
         context = AttentionContext(self.name, None, None, self._chunks, deterministic=False)
@@ -261,55 +259,6 @@ class TargetModel:
         positions = torch.arange(2, device=self.device)
         self._call(context, tokens, positions, positions[:0])
         return model_support.check_layers(context.seen, self.num_layers, self.name)
-
-    def _probe(self) -> None:
-        windows = [spec.window for spec in self.kv_specs]
-        reaches = [reach for reach in [*windows, *self._chunks] if reach is not None]
-        block_size = 4
-        per_request = 32
-        cache = PagedKVCache(
-            self.kv_specs, 2 * per_request + 1, block_size, self.dtype, self.device
-        )
-        cache.fill(float("nan"))
-        order = torch.randperm(2 * per_request, generator=torch.Generator().manual_seed(0)) + 1
-        tables = order.view(2, per_request).to(self.device)
-
-        def packed(sequences: list[Tensor], spans: list[tuple[int, int]]) -> list[Tensor]:
-            pieces = [s[a:b] for s, (a, b) in zip(sequences, spans, strict=True)]
-            sizes = [len(piece) for piece in pieces]
-            positions = torch.cat([torch.arange(a, b) for a, b in spans])
-            rows = Rows(
-                tokens=torch.cat(pieces).to(self.device),
-                positions=positions.to(self.device),
-                query_start=[0, sizes[0], sum(sizes)],
-                context=[end for _, end in spans],
-                block_tables=tables,
-                logits_rows=torch.arange(sum(sizes), device=self.device),
-            )
-            logits = self._forward(rows, cache).logits
-            if self.attention_calls != self.num_layers:
-                raise refuse(
-                    self.name,
-                    f"{self.attention_calls} attention calls for {self.num_layers} layers",
-                )
-            return list(logits.split(sizes))
-
-        def plain(sequence: Tensor) -> Tensor:
-            with self._implementation("eager"):
-                output = self.model(sequence[None].to(self.device), use_cache=False)
-            logits: Tensor = output.logits[0]
-            return logits
-
-        report = model_support.probe(
-            self.name,
-            self.vocab_size,
-            self.dtype,
-            reaches,
-            packed,
-            plain,
-            limit=self.max_position_embeddings,
-        )
-        logger.debug("probe of %s: %s", self.name, report)
 
     def _pack(self, pack: bool) -> None:
         if not pack or self.device.type != "cpu" or self.dtype != torch.float32:

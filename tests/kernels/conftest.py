@@ -10,11 +10,18 @@ from specdec_kernels import Sampling, make_stream
 MakeSampling = Callable[..., Sampling]
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def make_sampling() -> MakeSampling:
     """Parameters of `slots` requests: each a number for all of them, or a list."""
 
-    def make(slots: int, *, temperature: float | list[float] = 1.0, **truncation: float) -> Sampling:
+    def make(
+        slots: int, *, temperature: float | list[float] = 1.0, **truncation: float
+    ) -> Sampling:
         def full(value: float | list[float], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(value, dtype=dtype).expand(slots).clone()
 

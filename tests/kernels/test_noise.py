@@ -41,7 +41,9 @@ def test_words_are_those_of_unbounded_integer_arithmetic() -> None:
 def test_rows_are_not_permutations_of_each_other() -> None:
     state = noise._state(streams(500), torch.zeros(500, dtype=torch.int64), 0)
     words = noise._words(state, torch.zeros(500, dtype=torch.int64), torch.arange(64))
-    assert words.unique().numel() == words.numel()  # one collision would be a 1 in 8 chance
+    assert (
+        len(set(words.flatten().tolist())) == words.numel()
+    )  # one collision would be a 1 in 8 chance
 
 
 def test_streams_differ_by_index_and_fit_int64() -> None:
@@ -62,7 +64,9 @@ def test_uniforms_are_uniform_and_differ_by_every_key() -> None:
     values = noise.uniform(stream, position, noise.ACCEPT, torch.arange(50))
     assert values.shape == (4, 100, 50)
     assert values.dtype == torch.float32
-    assert values.unique().numel() > 0.998 * values.numel()  # float32 has 2**24 or so of them
+    assert (
+        len(set(values.flatten().tolist())) > 0.998 * values.numel()
+    )  # float32 has 2**24 or so of them
     assert kstest(values.flatten().double().numpy(), "uniform").pvalue > 1e-3
     other = noise.uniform(stream, position, noise.DRAFT_TOKEN, torch.arange(50))
     assert not (values == other).all(-1).any()
@@ -102,8 +106,10 @@ def test_draw_ignores_the_other_rows_bit_for_bit(vocab: int) -> None:
     again = noise.draw(weights[order], stream[order], position[order], noise.TARGET_TOKEN)
     assert torch.equal(again, drawn[order])
     for size in (1, 5):
-        parts = zip(weights.split(size), stream.split(size), position.split(size), strict=True)
-        chunks = [noise.draw(*part, noise.TARGET_TOKEN) for part in parts]
+        chunks = [
+            noise.draw(weights[at], stream[at], position[at], noise.TARGET_TOKEN)
+            for at in (slice(i, i + size) for i in range(0, 24, size))
+        ]
         assert torch.equal(torch.cat(chunks), drawn)
 
 

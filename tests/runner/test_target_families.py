@@ -17,10 +17,18 @@ from specdec.runner.target import Rows, TargetModel
 
 VOCAB = 97
 _BASE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MIXED = ["sliding_attention", "full_attention"]
 
@@ -30,15 +38,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
     "llama_yarn": (
         "Llama",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                             "original_max_position_embeddings": 32}},
-    ),  # fmt: skip
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
     "gemma": ("Gemma", {"head_dim": 16}),
-    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 7, "layer_types": _MIXED,
-                          "attn_logit_softcapping": 2.0}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 16, "sliding_window": 7, "layer_types": _MIXED, "attn_logit_softcapping": 2.0},
+    ),
     "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 7, "layer_types": _MIXED}),
     "gpt2": ("GPT2", {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "phi3": ("Phi3", {"sliding_window": None}),
@@ -47,23 +63,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {}),
     "qwen3_moe": ("Qwen3Moe", {**_MOE, "head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),
-    "gpt_oss": ("GptOss", {"num_local_experts": 4, "head_dim": 16, "sliding_window": 7,
-                           "layer_types": _MIXED}),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 4, "head_dim": 16, "sliding_window": 7, "layer_types": _MIXED},
+    ),
     "deepseek_v3": (
         "DeepseekV3",
-        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-         "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
-         "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20,
-         "num_key_value_heads": 4},
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 20,
+            "num_key_value_heads": 4,
+        },
     ),
     "granite": ("Granite", {"attention_multiplier": 0.07, "residual_multiplier": 0.5}),
     "llama4": (
         "Llama4",
-        {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48,
-         "head_dim": 16, "layer_types": ["chunked_attention", "full_attention"],
-         "no_rope_layers": [1, 0], "attn_temperature_tuning": False},
+        {
+            "attention_chunk_size": 8,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "head_dim": 16,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "attn_temperature_tuning": False,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:

@@ -1,18 +1,15 @@
 """Where every n-gram last occurred: exact, and at the same cost for any length of context.
 
-Each slot has a hash table per size of n-gram. A cell holds the *end* of an n-gram (the index of
-the token after it), 0 if it is empty. The tokens themselves stay in the history and are compared
-whenever a cell is read, so that two n-grams with the same hash are told apart. A cell that is
-taken by another n-gram sends the search to the next one (open addressing, linear probing).
-
-All functions take the whole batch: there is no Python per request and none per token.
+An n-gram is named by its *end*, the index of the token after it, which is also where its
+continuation starts. Each slot has one hash table per size of n-gram; a cell holds an end, or 0
+if it is free. The tokens themselves stay in the history and are compared whenever a cell is
+read: n-grams with the same hash are told apart, and the later one lives in the next free cell.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import attrs
 import numpy as np
 
 if TYPE_CHECKING:
@@ -20,33 +17,114 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-MULTIPLIER = np.int64(0x2545F4914F6CDD1D)  # odd and without pattern; any such number does
-PIECE = 1 << 16  # n-grams inserted at once: bounds the scratch memory of a long prompt
+FACTOR = 0x2545F4914F6CDD1D  # odd and without pattern: products wrap around and scatter
+PIECE = 1 << 14  # n-grams added at once, which bounds the scratch memory of a long prompt
 
 
-def mix(sums: Ints) -> Ints:
-    """Spread the sums of n-grams so that their low bits can serve as hashes."""
-    sums = sums ^ (sums >> 32)
-    sums = sums * MULTIPLIER
-    return sums ^ (sums >> 32)
-
-
-@attrs.frozen(eq=False)
-class Grams:
-    """N-grams of the history, as many of every size: all arrays are [sizes, grams] or flat."""
-
-    window: Ints  # [grams, longest] tokens backwards from the end; -1 before the first token
-    ends: Ints
+def spread(sums: Ints) -> Ints:
+    """Mix the bits of every sum, so that the low ones will do as a hash."""
+    mixed: Ints = (sums ^ (sums >> 29)) * FACTOR
+    return mixed ^ (mixed >> 32)
 
 
 class NgramIndex:
-    """The last occurrence of every n-gram of `shortest` to `longest` tokens, by slot."""
+    """The last end of every n-gram of `shortest` to `longest` tokens, by slot.
+
+    Every method takes a whole batch: no Python per token, and per request only when tables move.
+    """
 
     def __init__(self, slots: int, shortest: int, longest: int) -> None:
-        self.sizes = np.arange(longest, shortest - 1, -1)  # longest first: `find` wants that
-        self.table = np.zeros(0, np.int32)
-        self.cells = np.zeros(slots, np.int64)  # of one table of the slot: 0, or a power of two
-        self.start = np.zeros(slots, np.int64)  # the slot's tables lie side by side from here
-        self.indexed = np.zeros(slots, np.int64)  # n-grams that end here or before are in
-        self._used = 0  # cells of `table` that were given away
-        self._powers = np.cumprod(np.full(longest, MULTIPLIER))
+        self.sizes = np.arange(longest, shortest - 1, -1)  # the longest first, as `find` wants
+        self.table = np.zeros(0, np.int32)  # the tables of all slots
+        self.start = np.zeros(slots, np.int64)  # where those of a slot begin
+        self.width = np.zeros(slots, np.int64)  # cells of each of them: a power of two, or 0
+        self.done = np.zeros(slots, np.int64)  # n-grams that end here or before are in
+        self._taken = 0  # cells of `table` given to a slot so far, also to those that left
+        self._back = np.arange(1, longest + 1)
+        self._powers = np.cumprod(np.full(longest, FACTOR, np.int64))
+        self._ignored = self._back > self.sizes[:, None]  # [sizes, longest] not of the n-gram
+
+    def add(self, history: Ints, slots: Ints, length: Ints) -> None:
+        """Take in the n-grams that have a continuation: those that end before `length`."""
+        self._make_room(slots, length)
+        done = self.done[slots]
+        count = np.maximum(length - 1 - done, 0)
+        owner = np.repeat(slots, count)
+        ends = np.arange(1, len(owner) + 1) + np.repeat(done + count - count.cumsum(), count)
+        for at in range(0, len(owner), PIECE):
+            self._walk(history, owner[at : at + PIECE], ends[at : at + PIECE], write=True)
+        self.done[slots] = done + count
+
+    def find(self, history: Ints, slots: Ints, length: Ints) -> Ints:
+        """Return the last end of the longest n-gram that ends the sequence too; 0 if none."""
+        known = self._walk(history, slots, length, write=False)
+        return known[np.arange(len(slots)), (known > 0).argmax(axis=1)]
+
+    def drop(self, slots: Ints) -> None:
+        """Forget what these slots held."""
+        self.width[slots] = self.done[slots] = 0
+        if 4 * len(self.sizes) * self.width.sum() <= len(self.table):
+            self._move(0)
+
+    def _walk(self, history: Ints, slots: Ints, ends: Ints, *, write: bool) -> Ints:
+        """Return the last end known for the n-grams at `ends`, [ends, sizes]; or make it `ends`.
+
+        An n-gram starts at the cell that its hash names and goes on to the next one until it
+        meets itself or a free cell. All of them walk at once: every round, those that are
+        there stop. For writing, `ends` have to ascend within a slot.
+        """
+        window = self._window(history, slots, ends)
+        place = spread((window * self._powers).cumsum(axis=1)[:, self.sizes - 1]).ravel()
+        known = np.zeros(len(place), np.int64)
+        walking = np.arange(len(place))
+        while len(walking):
+            gram, size = np.divmod(walking, len(self.sizes))
+            owner = slots[gram]
+            width = self.width[owner]
+            cell = self.start[owner] + size * width + (place[walking] & (width - 1))
+            if write:  # where several meet in a free cell, numpy keeps the last: the others go on
+                free = self.table[cell] == 0
+                self.table[cell[free]] = ends[gram[free]]
+            end = self.table[cell].astype(np.int64)
+            same = self._window(history, owner, end) == window[gram]
+            there = (same | self._ignored[size]).all(axis=1)
+            known[walking[there]] = end[there]
+            if write:
+                self.table[cell[there]] = ends[gram[there]]
+            walking = walking[~there & (end > 0)]
+            place[walking] += 1
+        return known.reshape(-1, len(self.sizes))
+
+    def _window(self, history: Ints, slots: Ints, ends: Ints) -> Ints:
+        """Return the tokens before `ends`, backwards, [ends, longest]; -1 before the first."""
+        at = ends[:, None] - self._back
+        return np.where(at >= 0, history[slots[:, None], np.maximum(at, 0)], -1)
+
+    def _make_room(self, slots: Ints, length: Ints) -> None:
+        """Give slots that would be more than half full new tables, to be filled from the start."""
+        tight = self.width[slots] < 2 * length
+        if not tight.any():
+            return
+        slots, length = slots[tight], length[tight]
+        width = 1 << np.ceil(np.log2(4 * length)).astype(np.int64)
+        cells = len(self.sizes) * width
+        self.width[slots] = self.done[slots] = 0
+        if self._taken + cells.sum() > len(self.table):
+            self._move(int(cells.sum()))
+        self.width[slots] = width
+        self.start[slots] = self._taken + cells.cumsum() - cells
+        self._taken += int(cells.sum())
+
+    def _move(self, extra: int) -> None:
+        """Move the tables in use into a new array, with room for `extra` cells and as much again.
+
+        What left stays behind. numpy asks for zeros that take memory once they are written.
+        """
+        live = np.flatnonzero(self.width)
+        cells = len(self.sizes) * self.width[live]
+        old, self.table = self.table, np.zeros(2 * (int(cells.sum()) + extra), np.int32)
+        self._taken = 0
+        for slot, start, count in zip(live, self.start[live], cells, strict=True):
+            self.table[self._taken : self._taken + count] = old[start : start + count]
+            self.start[slot] = self._taken
+            self._taken += int(count)

@@ -1,0 +1,53 @@
+"""The command line: `specdec generate`, `specdec plugins`.
+
+A module per sub-command; torch is imported by those that need it, when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from specdec import cli_generate, cli_plugins
+from specdec.errors import SpecdecError
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every sub-command; `run` holds what it does."""
+    parser = argparse.ArgumentParser(
+        prog="specdec", description="Speculative decoding with pluggable speculators."
+    )
+    from specdec import __version__
+
+    parser.add_argument("--version", action="version", version=f"specdec-core {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, module in (("generate", cli_generate), ("plugins", cli_plugins)):
+        summary = (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status: 0, 1 (it failed), 2 (misuse), 130 (^C)."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()
+        return status
+    except SpecdecError as error:
+        notes = getattr(error, "__notes__", ())
+        print(f"specdec: {error}", *(f"  ({n})" for n in notes), sep="\n", file=sys.stderr)
+        return MISUSED
+    except KeyboardInterrupt:
+        print("specdec: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader went away: point stdout elsewhere so that Python's exit does not fail on it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED

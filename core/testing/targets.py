@@ -1,0 +1,84 @@
+"""Targets whose right answer is known, or that cost next to nothing: real transformers models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def toy_target(
+    table: Tensor, *, max_model_len: int = 256, eos_token_id: int | None = None
+) -> LlamaForCausalLM:
+    """A Llama in float64 whose logits after token `t` are `table[t]`, whatever came before.
+
+    table: [vocab, vocab] logits.
+
+    The embedding is one-hot, attention and feed-forward add nothing, the head is the table: so
+    the law of any continuation is a product of rows of `softmax(table)`.
+    """
+    vocab = table.shape[0]
+    width = max(8, 2 * (-(-vocab // 2)))  # an even head size, at least 8
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=max_model_len,
+        rms_norm_eps=0.0,
+        eos_token_id=eos_token_id,
+        bos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        embedding.zero_()
+        embedding[:, :vocab] = torch.eye(vocab, dtype=torch.float64)
+        layer = model.model.layers[0]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        # the norm turns a one-hot vector of this width into one of length sqrt(width)
+        head = model.get_output_embeddings().weight
+        head.zero_()
+        head[:, :vocab] = table.double().T / width**0.5
+    return model
+
+
+def tiny_target(
+    *,
+    vocab: int = 61,
+    layers: int = 2,
+    seed: int = 0,
+    scale: float = 1.0,
+    max_model_len: int = 256,
+    dtype: torch.dtype = torch.float64,
+    eos_token_id: int | None = None,
+    **config: Any,
+) -> LlamaForCausalLM:
+    """A small random Llama. scale: of its logits; larger gives a law with fewer contenders."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=max_model_len,
+            initializer_range=0.3,  # attention has to matter, or the output repeats itself
+            eos_token_id=eos_token_id,
+            bos_token_id=None,
+            pad_token_id=None,
+            **config,
+        )
+    )
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(scale)
+    return model.to(dtype).eval()

@@ -1,0 +1,204 @@
+"""The attention function against a loop over query rows, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specdec.errors import TargetError
+from specdec.runner.attention import AttentionContext, attending, paged_attention
+from specdec.runner.attention_plan import plan_attention
+from specdec.runner.kv_cache import KVSpec, PagedKVCache
+
+BLOCK = 4
+RULES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"sliding_window": 5},
+    "window_of_one": {"sliding_window": 1},
+    "chunk": {"chunk": 6},
+    "softcap": {"softcap": 0.7, "sliding_window": 5},
+    "sinks": {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 0.3])},
+    "scaling": {"scaling": 1.3},
+}
+
+
+class Layer(nn.Module):
+    layer_idx = 0
+
+
+class Batch:
+    """Requests of given contexts whose last rows are computed now; keys before are cached."""
+
+    def __init__(self, counts: list[int], contexts: list[int], *, heads: int, kv: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.counts, self.contexts = counts, contexts
+        self.q = [normal(n, heads, 8) for n in counts]
+        self.k = [normal(c, kv, 8) for c in contexts]
+        self.v = [normal(c, kv, 6) for c in contexts]
+        blocks = -(-max(contexts) // BLOCK)
+        order = torch.randperm(blocks * len(counts), generator=generator) + 1
+        self.tables = order.view(len(counts), blocks)
+        self.cache = PagedKVCache(
+            [KVSpec(kv, 8, 6)], blocks * len(counts) + 1, BLOCK, torch.float64, "cpu"
+        )
+        self.cache.fill(float("nan"))
+        for i, (count, context) in enumerate(zip(counts, contexts, strict=True)):
+            p = torch.arange(context - count)
+            slots = self.tables[i, p // BLOCK] * BLOCK + p % BLOCK
+            self.cache.k(0)[slots] = self.k[i][: context - count]
+            self.cache.v(0)[slots] = self.v[i][: context - count]
+
+    def run(self, rule: dict[str, Any], *, deterministic: bool, padding: int = 2) -> list[Tensor]:
+        pad = torch.zeros(padding, dtype=torch.int64)
+        start = [sum(self.counts[:i]) for i in range(len(self.counts) + 1)]
+        pairs = list(zip(self.counts, self.contexts, strict=True))
+        plan = plan_attention(
+            torch.cat([torch.arange(c - n, c) for n, c in pairs] + [pad]),
+            start,
+            self.contexts,
+            self.tables,
+            BLOCK,
+            deterministic=deterministic,
+        )
+        new = [(n, c) for n, c in pairs]
+        tail = torch.ones(padding, 1, 1, dtype=torch.float64)
+        q = torch.cat([*self.q, tail.expand(-1, *self.q[0].shape[1:])])
+        k = torch.cat([k[c - n :] for k, (n, c) in zip(self.k, new, strict=True)])
+        v = torch.cat([v[c - n :] for v, (n, c) in zip(self.v, new, strict=True)])
+        k = torch.cat([k, tail.expand(-1, *k.shape[1:])])
+        v = torch.cat([v, tail.expand(-1, *v.shape[1:])])
+        rule = dict(rule)
+        chunk = rule.pop("chunk", None)
+        context = AttentionContext("Test", self.cache, plan, [chunk], deterministic)
+        with attending(context):
+            packed = [t.transpose(0, 1)[None] for t in (q, k, v)]
+            out, weights = paged_attention(Layer(), *packed, None, **rule)
+        assert weights is None
+        assert context.calls == 1
+        assert out.isfinite().all()
+        return list(torch.split(out[0][: start[-1]], self.counts))
+
+    def expected(self, rule: dict[str, Any]) -> list[Tensor]:
+        return [self._request(i, **rule) for i in range(len(self.counts))]
+
+    def _request(
+        self,
+        i: int,
+        *,
+        scaling: float = 8**-0.5,
+        sliding_window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+    ) -> Tensor:
+        count, context = self.counts[i], self.contexts[i]
+        heads, kv = self.q[i].shape[1], self.k[i].shape[1]
+        out = torch.zeros(count, heads, 6, dtype=torch.float64)
+        for row in range(count):
+            position = context - count + row
+            seen = [
+                key
+                for key in range(position + 1)
+                if (sliding_window is None or key > position - sliding_window)
+                and (chunk is None or key // chunk == position // chunk)
+            ]
+            for head in range(heads):
+                own = head // (heads // kv)
+                scores = [
+                    float(self.q[i][row, head] @ self.k[i][key, own]) * scaling for key in seen
+                ]
+                if softcap is not None:
+                    scores = [math.tanh(score / softcap) * softcap for score in scores]
+                weights = [math.exp(score) for score in scores]
+                total = sum(weights) + (0.0 if s_aux is None else math.exp(float(s_aux[head])))
+                for key, weight in zip(seen, weights, strict=True):
+                    out[row, head] += weight / total * self.v[i][key, own]
+        return out
+
+
+# A first chunk, a later chunk, decode, verification; contexts far enough apart for two tiles.
+MIXED = ([20, 18, 1, 4, 7], [20, 30, 9, 4, 23])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_mixed_batch_attends_as_written_out(rule: str, deterministic: bool) -> None:
+    batch = Batch(*MIXED, heads=6, kv=2)
+    got = batch.run(RULES[rule], deterministic=deterministic)
+    for have, want in zip(got, batch.expected(RULES[rule]), strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "contexts"),
+    [
+        ([1], [1]),
+        ([1], [13]),
+        ([3, 0, 2], [3, 9, 11]),
+        ([0, 0], [5, 4]),
+        ([16], [20]),
+        ([17], [17]),
+        ([2, 2, 2], [260, 600, 5]),
+        ([9, 1], [257, 256]),
+    ],
+)
+@pytest.mark.parametrize("kv", [1, 6])
+def test_shapes_at_the_edges(
+    counts: list[int], contexts: list[int], kv: int, deterministic: bool
+) -> None:
+    batch = Batch(counts, contexts, heads=6, kv=kv)
+    got = batch.run({"sliding_window": 300}, deterministic=deterministic)
+    for have, want in zip(got, batch.expected({"sliding_window": 300}), strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=1e-12)
+
+
+def test_requests_in_one_run_of_slots_are_not_gathered() -> None:
+    tables = torch.tensor([[3, 4, 5], [5, 3, 4]])
+    positions = torch.tensor([8])
+    for row, run in ((0, slice(12, 21)), (1, None)):
+        plan = plan_attention(
+            positions, [0, 1], [9], tables[row : row + 1], BLOCK, deterministic=False
+        )
+        assert plan.tiles[0].key_slice == run
+
+
+def test_few_row_requests_share_a_tile_unless_contexts_are_far_apart() -> None:
+    tables = torch.arange(1, 1001).view(4, 250)
+    positions = torch.tensor([99, 119, 899, 999])
+    plan = plan_attention(
+        positions, [0, 1, 2, 3, 4], [100, 120, 900, 1000], tables, BLOCK, deterministic=False
+    )
+    assert [(tile.entries, tile.keys) for tile in plan.tiles] == [(2, 1000), (2, 120)]
+
+
+def test_masks_are_built_once_per_window() -> None:
+    tables = torch.arange(1, 11).view(2, 5)
+    plan = plan_attention(
+        torch.tensor([3, 4, 9]), [0, 2, 3], [5, 10], tables, BLOCK, deterministic=False
+    )
+    tile = plan.tiles[0]
+    mask = tile.folded_mask(4, None, torch.float32, 2)
+    assert tile.folded_mask(4, None, torch.float32, 2) is mask
+    assert tile.folded_mask(None, None, torch.float32, 2) is not mask
+
+
+def test_a_mask_of_the_models_own_is_refused() -> None:
+    x = torch.zeros(1, 1, 1, 4)
+    context = AttentionContext("Odd", None, None, [None], False)
+    with attending(context), pytest.raises(TargetError, match="Odd cannot be served: .* mask"):
+        paged_attention(Layer(), x, x, x, torch.zeros(1, 1, 1, 1))
+
+
+def test_outside_a_forward_it_says_where_it_belongs() -> None:
+    x = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(TargetError, match=r"only works inside TargetModel\.forward"):
+        paged_attention(Layer(), x, x, x, None)
