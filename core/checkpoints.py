@@ -154,7 +154,7 @@ def pattern_problem(pattern: str) -> str | None:
 def is_folder(model: str) -> bool:
     """Whether the text names a folder here; text that cannot be a path does not."""
     try:
-        return Path(model).expanduser().is_dir()
+        return bool(model) and Path(model).expanduser().is_dir()
     except (OSError, RuntimeError, ValueError):  # too long, no such home, a NUL byte
         return False
 

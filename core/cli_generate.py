@@ -89,10 +89,10 @@ def run(args: argparse.Namespace) -> int:
     )
     with LLM(args.model, speculative_config=config, **_engine(args)) as llm:
         prompts = _prompts(llm, texts, raw=args.raw)
-        outputs, seconds = _timed(lambda: _generate(llm, prompts, params, args))
+        outputs, seconds = _timed(lambda: _generate(llm, texts, prompts, params, as_json=args.json))
         metrics, lossless = llm.metrics, llm.lossless
         # sampled tokens repeat under every draft only if the rule says so
-        repeats = params.greedy or _rule(llm) == "coupled"
+        repeats = lossless and (params.greedy or _rule(llm) == "coupled")
     if not args.json:
         print(_summary(outputs, seconds, metrics), file=sys.stderr)
     failed = [o for o in outputs if o.error]
@@ -104,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
     with LLM(args.model, **_engine(args)) as plain:
         prompts = _prompts(plain, texts, raw=args.raw)
         reference, plain_seconds = _timed(lambda: plain.generate(prompts, params, use_tqdm=False))
-    equal = _report(outputs, reference, seconds, plain_seconds, repeats, lossless)
+    lines, equal = _compared(outputs, reference, seconds, plain_seconds, repeats, lossless)
+    # the answers own stdout if a program reads them
+    print(*lines, sep="\n", file=sys.stderr if args.json else sys.stdout)
     return 1 if failed or not (equal or not repeats) else 0
 
 
@@ -144,13 +146,13 @@ def _prompts(llm: LLM, texts: list[str], *, raw: bool) -> list[Any]:
 
 
 def _generate(
-    llm: LLM, prompts: list[Any], params: SamplingParams, args: argparse.Namespace
+    llm: LLM, texts: list[str], prompts: list[Any], params: SamplingParams, *, as_json: bool
 ) -> list[RequestOutput]:
     """Generate all prompts; a single completion is printed as it grows."""
-    if args.json or len(prompts) > 1 or params.n > 1:
-        outputs = llm.generate(prompts, params, use_tqdm=not args.json)
-        for text, output in zip(_texts(args), outputs, strict=True):
-            if args.json:
+    if as_json or len(prompts) > 1 or params.n > 1:
+        outputs = llm.generate(prompts, params, use_tqdm=not as_json)
+        for text, output in zip(texts, outputs, strict=True):
+            if as_json:
                 print(json.dumps(_as_json(output), ensure_ascii=False))
                 continue
             print(f"=== {text}")
@@ -200,9 +202,7 @@ def _summary(outputs: list[RequestOutput], seconds: float, metrics: Any) -> str:
     tokens = _tokens(outputs)
     line = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
     if metrics.num_drafts:
-        rates = ", ".join(
-            f"{n / metrics.num_drafts:.2f}" for n in metrics.accepted_per_pos if metrics.num_drafts
-        )
+        rates = ", ".join(f"{n / metrics.num_drafts:.2f}" for n in metrics.accepted_per_pos)
         line += (
             f"; {metrics.tokens_per_step:.2f} tokens/step, "
             f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted; "
@@ -211,15 +211,15 @@ def _summary(outputs: list[RequestOutput], seconds: float, metrics: Any) -> str:
     return line
 
 
-def _report(
+def _compared(
     outputs: list[RequestOutput],
     reference: list[RequestOutput],
     seconds: float,
     plain_seconds: float,
     repeats: bool,
     lossless: bool,
-) -> bool:
-    """Print the comparison; returns whether all tokens are equal."""
+) -> tuple[list[str], bool]:
+    """Lines of a comparison, and whether all tokens are equal."""
     pairs = [
         (f"{a.request_id}/{c.index}", c.token_ids, d.token_ids)
         for a, b in zip(outputs, reference, strict=True)
@@ -228,24 +228,24 @@ def _report(
     different = [(name, a, b) for name, a, b in pairs if a != b]
     rate = _tokens(outputs) / seconds
     plain_rate = _tokens(reference) / plain_seconds
-    print(f"plain decoding: {plain_rate:.1f} tokens/s; gain: {rate / plain_rate:.2f}x")
+    lines = [f"plain decoding: {plain_rate:.1f} tokens/s; gain: {rate / plain_rate:.2f}x"]
     if repeats:
         verdict = "equal" if not different else f"{len(different)} of {len(pairs)} differ"
-        print(f"tokens with and without speculation: {verdict}")
+        lines.append(f"tokens with and without speculation: {verdict}")
         for name, ours, plain in different[:5]:
             at = next(
                 (i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b),
                 min(len(ours), len(plain)),
             )
-            print(f"  completion {name} differs from token {at} on")
+            lines.append(f"  completion {name} differs from token {at} on")
         if different:
-            print("  near-ties can round differently in one-row and several-row products;")
-            print("  --deterministic removes that on a CPU in float32")
+            lines.append("  near-ties can round differently in one-row and several-row products;")
+            lines.append("  --deterministic removes that on a CPU in float32")
     elif lossless:
-        print(
+        lines.append(
             "sampled tokens depend on the drafts under this rule; their law is the target's "
             f"({len(pairs) - len(different)} of {len(pairs)} completions happen to be equal)"
         )
     else:
-        print("this rule is not lossless: the law of the tokens is not the target's")
-    return not different
+        lines.append("this rule is not lossless: the law of the tokens is not the target's")
+    return lines, not different

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specdec import checkpoints, plugins
+from specdec import checkpoints, config_text, plugins
 from specdec.config import CORE_RULES, SpeculativeConfig
 from specdec.errors import ConfigError, PluginError, SpecdecError
 
@@ -112,10 +112,12 @@ def _load(
 ) -> tuple[PluginInfo, Capabilities, TargetInfo, SpeculativeConfig]:
     """Load the speculator for the target on the meta device and ask what it does."""
     info = plugins.find(args.name)
-    text = args.speculative_config or f"method={json.dumps(info.method)}"
-    given = SpeculativeConfig.parse(text)
+    text = args.speculative_config
+    given = SpeculativeConfig.parse(
+        {"method": info.method, **(config_text.parse(text) if text else {})}
+    )
     assert given is not None  # only None is plain decoding
-    if given.method is not None and plugins.find(str(given.method)) != info:
+    if plugins.find(str(given.method)) != info:
         raise ConfigError(
             f"--speculative-config names the method {given.method!r}, but {info} is described"
         )

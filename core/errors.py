@@ -2,7 +2,7 @@
 
 SpecdecError
 ├── ConfigError            a setting is wrong or does not fit another (also a ValueError)
-├── PromptError            one prompt or its sampling parameters cannot be served (also a ValueError)
+├── PromptError            a prompt or its sampling cannot be served (also a ValueError)
 ├── PluginError            a speculator cannot be found, imported, registered or trusted
 │   └── SpeculatorError    a speculator raised or answered wrongly while it ran
 ├── TargetError            this model cannot be served

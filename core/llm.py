@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,7 +16,7 @@ from specdec.config import SpeculativeConfig
 from specdec.errors import ConfigError, PromptError
 from specdec.llm_keys import refuse
 from specdec.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
-from specdec.prompts import Prompt, read_prompts
+from specdec.prompts import Prompt, is_chat, read_prompts
 from specdec.runner.assemble import Assembly, EngineSettings, assemble
 from specdec.runner.sequence import Sequence as Running
 from specdec.runner.state import MAX_STOP_IDS
@@ -95,8 +96,8 @@ class LLM:
             enforce_eager=enforce_eager,
             deterministic=deterministic,
         )
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ConfigError(f"seed is {seed!r}, but it has to be an integer")
+        if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+            raise ConfigError(f"seed is {seed!r}, but it has to be an integer of 64 bits")
         self.seed = seed
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if not skip_tokenizer_init:
@@ -186,19 +187,25 @@ class LLM:
 
         Raises:
             PromptError: a prompt or its parameters cannot be served; nothing was generated.
+            OutOfMemoryError: a request alone could outgrow the cache; nothing was generated.
         """
         requests = self._requests(prompts, sampling_params)
         from tqdm.auto import tqdm
 
-        with tqdm(
-            total=len(requests), desc="Generated", unit="prompt", disable=None if use_tqdm else True
-        ) as bar:
-            for request in self._run(requests, every_step=False):
+        with (
+            tqdm(
+                total=len(requests),
+                desc="Generated",
+                unit="prompt",
+                disable=None if use_tqdm else True,
+            ) as bar,
+            closing(self._run(requests, every_step=False)) as ended,
+        ):
+            for _ in ended:
                 bar.update()
                 done = self.metrics
                 if done.num_drafts:
                     bar.set_postfix_str(f"{done.mean_acceptance_length:.2f} tokens/draft")
-                del request
         return [r.output(self.tokenizer, final=True) for r in requests]
 
     def chat(
@@ -208,7 +215,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate the answer to one conversation, or to each of a list of them."""
+        """Generate the answer to one conversation, or to each of a list of them.
+
+        Raises:
+            PromptError: as `generate`, and for prompts that are no conversations.
+        """
+        if not is_chat(messages):
+            raise PromptError(
+                "chat takes messages, [{'role': ..., 'content': ...}, ...], or a list of such "
+                "conversations; generate takes text and token ids"
+            )
         return self.generate(messages, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
@@ -218,11 +234,16 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Generate, yielding a request's output so far after every step that added to it.
 
-        `text` never ends in half a character. Leaving the loop early aborts what still runs.
+        Mistakes in the arguments raise here, not in the loop. `text` never ends in half a
+        character. Leaving the loop early aborts what still runs. Several streams of one LLM may
+        be read in turns: a step runs the requests of all.
         """
-        requests = self._requests(prompts, sampling_params)
-        for request in self._run(requests, every_step=True):
-            yield request.output(self.tokenizer, final=request.finished)
+        return self._stream(self._requests(prompts, sampling_params))
+
+    def _stream(self, requests: list[_Request]) -> Iterator[RequestOutput]:
+        with closing(self._run(requests, every_step=True)) as running:
+            for request in running:
+                yield request.output(self.tokenizer, final=request.finished)
 
     def _requests(
         self,
@@ -245,22 +266,24 @@ class LLM:
         for other in params:
             if not isinstance(other, SamplingParams):
                 raise PromptError(f"sampling_params holds {other!r}, which is no SamplingParams")
-        # ordinals are taken only once every prompt is known to be good
-        checked = []
         for number, (prompt, one) in enumerate(zip(texts, params, strict=True)):
             where = f"prompt {number}" if len(texts) > 1 else "the prompt"
             _check_prompt(prompt.token_ids, where, loaded)
             _check_stops(one, self.eos_token_ids, where, loaded)
-            checked.append((prompt, one))
-        requests = []
-        for prompt, one in checked:
-            requests.append(self._request(prompt.text, prompt.token_ids, one))
-        for request in requests:
-            loaded.engine.scheduler.check(request.sequences[0])
-        return requests
+            loaded.engine.scheduler.check(self._longest(prompt.token_ids, one), where)
+        # ordinals are taken only once every prompt is known to be good
+        return [
+            self._request(prompt.text, prompt.token_ids, one)
+            for prompt, one in zip(texts, params, strict=True)
+        ]
+
+    def _longest(self, ids: Sequence[int], params: SamplingParams) -> int:
+        """Tokens of prompt and completion at most."""
+        if params.max_tokens is None:
+            return self.max_model_len
+        return min(self.max_model_len, len(ids) + params.max_tokens)
 
     def _request(self, text: str | None, ids: list[int], params: SamplingParams) -> _Request:
-        loaded = self._loaded
         ordinal = next(self._ordinals)
         seed = params.seed
         if seed is None:
@@ -268,9 +291,7 @@ class LLM:
             seed = make_stream(self.seed, ordinal)
         own = frozenset(params.stop_token_ids or ())
         stops = own if params.ignore_eos else own | self.eos_token_ids
-        longest = loaded.max_model_len
-        if params.max_tokens is not None:
-            longest = min(longest, len(ids) + params.max_tokens)
+        longest = self._longest(ids, params)
         metrics = RequestMetrics(arrival_time=time.perf_counter(), num_prompt_tokens=len(ids))
         sequences = [
             Running(
@@ -288,23 +309,28 @@ class LLM:
         ]
         return _Request(prompt=text, sequences=sequences, metrics=metrics)
 
-    def _run(self, requests: list[_Request], *, every_step: bool) -> Iterator[_Request]:
+    def _run(self, requests: list[_Request], *, every_step: bool) -> Generator[_Request]:
         """Run until the requests have ended; yield those that ended, or that moved in a step."""
         engine = self._loaded.engine
         owner = {id(s): r for r in requests for s in r.sequences}
-        left = sum(len(r.sequences) for r in requests)
+        left = set(owner)
+        # our own list: whoever reads another stream of this LLM moves our sequences along too
+        news: list[Running] = []
         try:
             for request in requests:
                 for sequence in request.sequences:
+                    sequence.news = news
                     engine.add(sequence)
             while left:
+                if not news:
+                    self._loaded.engine.step()
                 moved: dict[int, _Request] = {}
-                for sequence in engine.step():
-                    mine = owner.get(id(sequence))
-                    if mine is None:
-                        continue  # of a stream that somebody else is reading
-                    left -= sequence.finish_reason is not None
+                for sequence in news:
+                    if sequence.finish_reason is not None:
+                        left.discard(id(sequence))
+                    mine = owner[id(sequence)]
                     moved[id(mine)] = mine
+                news.clear()
                 yield from (r for r in moved.values() if every_step or r.finished)
         finally:
             engine.abort(s for r in requests for s in r.sequences)
@@ -376,9 +402,7 @@ def _text(sequence: Running, tokenizer: PreTrainedTokenizerBase | None) -> str:
     params = sequence.params
     if tokenizer is None or not params.detokenize or not sequence.emitted:
         return ""
-    text = str(
-        tokenizer.decode(sequence.emitted, skip_special_tokens=params.skip_special_tokens)
-    )
+    text = str(tokenizer.decode(sequence.emitted, skip_special_tokens=params.skip_special_tokens))
     # a token can end inside a character: hold that back until the rest of it is there
     return text if sequence.finish_reason is not None else text.rstrip("\ufffd")
 
@@ -397,9 +421,7 @@ def _check_prompt(ids: Sequence[int], where: str, loaded: Assembly) -> None:
         )
 
 
-def _check_stops(
-    params: SamplingParams, eos: frozenset[int], where: str, loaded: Assembly
-) -> None:
+def _check_stops(params: SamplingParams, eos: frozenset[int], where: str, loaded: Assembly) -> None:
     stops = frozenset(params.stop_token_ids or ())
     wrong = [i for i in stops if i >= loaded.target.vocab_size]
     if wrong:
@@ -455,5 +477,3 @@ def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset
         elif isinstance(value, list | tuple):
             found.update(value)
     return frozenset(i for i in found if i >= 0)
-
-

@@ -174,7 +174,7 @@ def conflicts(infos: Iterable[PluginInfo]) -> list[str]:
 
 def claimed(what: str, text: str, who: Iterable[PluginInfo]) -> str:
     """Say that several speculators claim one name or pattern, and what to do."""
-    owners = [f"{i.distribution} {i.version} ({i.value})" for i in who]
+    owners = sorted(f"{i.distribution} {i.version} ({i.value})" for i in who)
     return (
         f"the {what} {text!r} is claimed by {' and '.join(owners)}; uninstall one of them, or "
         f"switch one off by its distribution: {DISABLE}=NAME"

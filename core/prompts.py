@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,9 +31,10 @@ def read_prompts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> lis
     Raises:
         PromptError: something is no prompt, or text came without a tokenizer to read it.
     """
+    prompts = _plain(prompts)
     if _is_one(prompts):
         return [_read(prompts, tokenizer)]
-    if not isinstance(prompts, Sequence):
+    if not _is_list(prompts):
         raise PromptError(
             f"prompts of type {type(prompts).__name__}; give text, token ids, chat messages, "
             "{'prompt': text} or {'prompt_token_ids': ids}, or a list of these"
@@ -40,16 +42,33 @@ def read_prompts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> lis
     return [_read(p, tokenizer) for p in prompts]
 
 
+def is_chat(prompts: Any) -> bool:
+    """Whether it is a conversation, or a list of them."""
+    if _is_message(prompts):
+        return True
+    return _is_list(prompts) and all(is_chat(p) for p in prompts)
+
+
 def _is_one(value: Any) -> bool:
     if isinstance(value, str | Mapping):
         return True
-    if not isinstance(value, Sequence) or not value:
+    if not _is_list(value) or not value:
         return False
     return all(_is_id(v) for v in value) or all(_is_message(v) for v in value)
 
 
+def _is_list(value: Any) -> bool:
+    """Whether it can hold prompts, ids or messages: bytes are sequences of numbers, but no ids."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
 def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """The list that an array or tensor stands for; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
 
 
 def _is_message(value: Any) -> bool:
@@ -67,21 +86,21 @@ def _read(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> TokenizedPr
         (key, value), *_ = prompt.items()
         if key == "prompt" and not isinstance(value, str):
             raise PromptError(f"the key 'prompt' holds {type(value).__name__}, not text")
-        prompt = value
-        if key == "prompt_token_ids" and isinstance(prompt, str):
-            raise PromptError("the key 'prompt_token_ids' holds text, not token ids")
+        prompt = _plain(value)
+        if key == "prompt_token_ids" and not (_is_list(prompt) and all(map(_is_id, prompt))):
+            raise PromptError(
+                f"the key 'prompt_token_ids' holds {type(value).__name__}, not a list of token ids"
+            )
+    prompt = _plain(prompt)
     if isinstance(prompt, str):
         tokenizer = _needed(tokenizer)
         return TokenizedPrompt(prompt, [int(i) for i in tokenizer(prompt)["input_ids"]])
     if _is_message(prompt):
         prompt = [prompt]
-    if isinstance(prompt, Sequence) and prompt and all(_is_message(m) for m in prompt):
+    if _is_list(prompt) and prompt and all(_is_message(m) for m in prompt):
         return _render(prompt, _needed(tokenizer))
-    if isinstance(prompt, Sequence) and all(_is_id(i) for i in prompt):
-        return TokenizedPrompt(None, list(prompt))
-    tolist = getattr(prompt, "tolist", None)  # an array or tensor of ids
-    if tolist is not None:
-        return _read(tolist(), tokenizer)
+    if _is_list(prompt) and all(_is_id(i) for i in prompt):
+        return TokenizedPrompt(None, [int(i) for i in prompt])
     raise PromptError(
         f"a prompt of type {type(prompt).__name__} cannot be read; give text, token ids, chat "
         "messages with 'role' and 'content', {'prompt': text} or {'prompt_token_ids': ids}"

@@ -69,6 +69,7 @@ class SamplingParams:
             value = values.pop(name)
             if value not in (None, neutral, [], {}, ()):
                 raise PromptError(f"the sampling parameter {name}={value!r} is refused: {reason}")
+        values = {name: _plain(value) for name, value in values.items()}
         try:
             check_keys(type(self), values, "SamplingParams")
         except ConfigError as error:
@@ -113,6 +114,13 @@ class SamplingParams:
     def effective_temperature(self) -> float:
         """The temperature that is divided by: 0 when greedy, else at least 0.01."""
         return 0.0 if self.greedy else max(self.temperature, _LEAST_TEMPERATURE)
+
+
+def _plain(value: Any) -> Any:
+    """The Python numbers that numpy's and torch's stand for."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _require(holds: bool, message: str) -> None:

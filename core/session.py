@@ -126,12 +126,12 @@ class Session:
     def _register(self, plugin: object, label: str) -> None:
         if isinstance(plugin, type):
             raise PluginError(f"{label} is the class {plugin.__name__}; give an instance of it")
-        for other in self._manager.get_plugins():
+        for name, other in self._manager.list_name_plugin():
             if other is plugin:
                 raise PluginError(f"{label} is there twice")
             if other == plugin:
                 raise PluginError(
-                    f"{label} equals {self._manager.get_name(other)}; plugins are told apart by "
+                    f"{label} equals {name}; plugins are told apart by "
                     "identity, so leave __eq__ alone (eq=False in attrs and dataclasses)"
                 )
         try:

@@ -32,6 +32,13 @@ def tempered(logits: Tensor, slots: Tensor, sampling: Sampling) -> Tensor:
     return scaled.nan_to_num_(nan=-inf, neginf=-inf)
 
 
+def log_total(log_weights: Tensor) -> Tensor:
+    """The log of the sum of the weights: float32 [n]; NaN if that is 0."""
+    # Not logsumexp: several threads share the sum of a lone row, and round it to something else
+    # than the sum of the same row among others. log_softmax keeps a row to one thread.
+    return log_weights.amax(-1) - log_weights.log_softmax(-1).amax(-1)
+
+
 def process_logits(logits: Tensor, slots: Tensor, sampling: Sampling) -> Tensor:
     """Temperature, then min-p, top-k and top-p, each one cut per row; documented in the package."""
     greedy = is_greedy(slots, sampling)
@@ -67,7 +74,7 @@ def _top_k_cut(scaled: Tensor, top_k: Tensor) -> Tensor:
 def _top_p_cut(scaled: Tensor, top_p: Tensor) -> Tensor:
     """The smallest value of the shortest sorted prefix that holds a mass of `top_p`."""
     vocab = scaled.shape[1]
-    norm = scaled.logsumexp(-1, keepdim=True)
+    norm = log_total(scaled)[:, None]
     cut = torch.empty_like(top_p)
     left = torch.arange(len(scaled), device=scaled.device)
     for size in (min(_FIRST_SORTED, vocab), vocab):

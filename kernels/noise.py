@@ -55,7 +55,8 @@ def draw(
 ) -> Tensor:
     """One id per row, with probability proportional to exp(log_weights).
 
-    log_weights: float32 [R, V], any offset per row; -inf excludes an id, and so does NaN.
+    log_weights: float32 [R, V], any offset per row; -inf excludes an id. NaN excludes its whole
+        group, so callers replace it first.
     stream, position: int64 [R]; domain, index: int, or int64 [R].
     Returns int64 [R]. Of a row that excludes every id: 0.
 
@@ -65,19 +66,23 @@ def draw(
     """
     vocab = log_weights.shape[-1]
     groups = -(-vocab // GROUP)
-    weights = torch.nan_to_num(log_weights, nan=-inf, neginf=-inf)
     if vocab % GROUP:
-        weights = pad(weights, (0, groups * GROUP - vocab), value=-inf)
-    members = weights.view(-1, groups, GROUP)  # [R, groups, GROUP]
+        log_weights = pad(log_weights, (0, groups * GROUP - vocab), value=-inf)
+    members = log_weights.view(-1, groups, GROUP)
 
     state = _state(stream, position, index)
     domain = torch.zeros_like(stream) + domain
     row = torch.arange(len(stream), device=stream.device)
     ids = torch.arange(groups, device=stream.device)
-    group = (members.logsumexp(-1) + _gumbel(_words(state, domain + 1, ids))).argmax(-1)
+    group = (_ordered(members.logsumexp(-1)) + _gumbel(_words(state, domain + 1, ids))).argmax(-1)
     ids = group[:, None] * GROUP + torch.arange(GROUP, device=stream.device)
-    member = (members[row, group] + _gumbel(_words(state, domain, ids))).argmax(-1)
+    member = (_ordered(members[row, group]) + _gumbel(_words(state, domain, ids))).argmax(-1)
     return group * GROUP + member
+
+
+def _ordered(weights: Tensor) -> Tensor:
+    """NaN below everything and infinity a float, so that adding noise and argmax are defined."""
+    return torch.nan_to_num(weights, nan=-inf, neginf=-inf)
 
 
 def _state(stream: Tensor, position: Tensor, index: Tensor | int) -> Tensor:

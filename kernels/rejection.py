@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from specdec_kernels import noise
 from specdec_kernels.chains import Chains, Given, at, first_largest, prefix, take, uniforms
-from specdec_kernels.logits import process_logits, tempered
+from specdec_kernels.logits import log_total, process_logits, tempered
 from specdec_kernels.types import DenseQ
 
 
@@ -71,7 +71,7 @@ def block(given: Given, chains: Chains) -> tuple[Tensor, Tensor]:
     carried = log_rho[request, column]
     log_p = tests.log_p[ahead] + carried[:, None]
     log_q = None if tests.log_q is None else tests.log_q[ahead]
-    mass = _residual(log_p, log_q, tests.draft[ahead]).exp().sum(-1)
+    mass = log_total(_residual(log_p, log_q, tests.draft[ahead])).exp().nan_to_num(nan=0.0)
     missing = mass - torch.expm1(carried)
     threshold[request, column - 1] = (mass / missing).where(missing > 0, 1.0)
 

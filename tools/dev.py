@@ -123,20 +123,28 @@ def run(*args: str | Path, **env: str) -> None:
 
 def pip(py: Path, *args: str | Path) -> None:
     """Run pip, showing only what takes time; on failure show its log and say what to do."""
-    command = [str(a) for a in (py, "-m", "pip", *args, "--no-input", "--progress-bar", "off")]
-    log = []
+    # pip's five retries for each of thirty packages are minutes, offline; two ride out a hiccup
+    quiet = {"PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off", "PIP_RETRIES": "2"}
+    log: list[str] = []
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [str(a) for a in (py, "-m", "pip", *args)],
+        cwd=ROOT,
+        env={**quiet, **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as child:
         assert child.stdout is not None
-        for line in child.stdout:
-            log.append(line.rstrip())
-            if re.match(r"\s*(Downloading|Installing collected|WARNING: Retrying)", line):
-                say(line.strip()[:92])
+        for line in map(str.strip, child.stdout):
+            if OFFLINE.search(line) and not any(map(OFFLINE.search, log)):
+                say("the package index does not answer; pip goes on trying")
+            elif line.startswith(("Downloading", "Installing collected")):
+                say(line[:92])
+            log.append(line)
     if not child.returncode:
         return
-    print("\n".join(log[-25:]), file=sys.stderr)
-    if any(OFFLINE.search(line) for line in log):
+    print(*log[-15:], sep="\n", file=sys.stderr)
+    if any(map(OFFLINE.search, log)):
         stop(
             "pip could not reach a package index (its words are above). Setting up needs one "
             "once; connect, or point pip to a mirror (PIP_INDEX_URL) or to a folder of wheels "

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import attrs
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import specdec_kernels
 from specdec.errors import SpecdecError, SpeculatorError
 from specdec.legality import Agreement
 from specdec.length_policy import LengthPolicy
-from specdec.outputs import SpeculationMetrics
+from specdec.outputs import FinishReason, SpeculationMetrics
 from specdec.runner.batch import Batch, build, only, only_outputs
 from specdec.runner.commit import Commit, commit
 from specdec.runner.scheduler import Scheduler
@@ -26,9 +27,11 @@ from specdec.runner.target import TargetModel
 from specdec.session import Session
 from specdec.speculator import Speculator
 from specdec.types import Capabilities, Draft, HostStep, Step, TargetOutputs, Verdict
+from specdec_kernels import DenseQ, SparseQ
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Ints = NDArray[np.int64]
 
 NOTHING, BUDGET, CONTEXT, POLICY = range(4)  # into SKIPS
 
@@ -77,7 +80,7 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that the scheduler's `check` let pass."""
+        """Queue a sequence whose length the scheduler's `check` let pass."""
         self.scheduler.add(sequence)
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
@@ -86,18 +89,31 @@ class Engine:
             if sequence.finish_reason is None:
                 self._finish(sequence, "abort")
 
-    def step(self) -> list[Sequence]:
-        """Run one step; return the sequences that emitted a token or ended in it."""
-        ended = self._admit()
+    def step(self) -> None:
+        """Run one step; sequences that emitted a token or ended are put into their `news`.
+
+        If anything but a speculator raises, a half-done step cannot be told from a whole one:
+        every running sequence ends with an error, those that wait stay.
+        """
+        try:
+            self._step()
+        except BaseException as error:
+            reason = f"a step was broken off by {type(error).__name__}: {error}".rstrip(": ")
+            for sequence in list(self.scheduler.running.values()):
+                self._finish(sequence, "error", reason)
+            raise
+
+    def _step(self) -> None:
+        self._admit()
         schedule = self.scheduler.schedule()
         if not len(schedule.slots):
-            return ended
+            return
         self.slots.upload()
         batch = build(schedule, self.slots, pad_rows=self.pad_rows, device=self.target.device)
         outputs = self.target.forward(batch.rows)
         verdict, failed = self._verify(batch, outputs.logits)
         done = commit(batch, verdict, self.slots)
-        touched = self._record(batch, done, failed)
+        self._record(batch, done, failed)
         step = self._committed(batch, done)
         left = TargetOutputs(captured=outputs.captured, post_norm=outputs.post_norm)
         drafts, failed = self._propose(step, left)
@@ -105,11 +121,10 @@ class Engine:
         self._plan(step, drafts)
         for observer, error in self.session.step_finished(step, verdict):
             logger.error("the observer %r raised and was taken off", observer, exc_info=error)
-        return [*ended, *touched]
 
     # -- between steps -----------------------------------------------------
 
-    def _admit(self) -> list[Sequence]:
+    def _admit(self) -> None:
         now = time.perf_counter()
         admitted = self.scheduler.admit()
         for sequence in admitted:
@@ -118,12 +133,12 @@ class Engine:
                 self.drafting.policy.reset(sequence.slot)
         changes = self.scheduler.changes
         if not changes:
-            return []
+            return
         added, finished = tuple(changes.added), tuple(changes.finished)
         changes.added.clear()
         changes.finished.clear()
         if self.drafting is None:
-            return []
+            return
         try:
             self.drafting.speculator.requests_changed(
                 added=added, preempted=(), resumed=(), finished=finished
@@ -135,17 +150,15 @@ class Engine:
             )
             for sequence in admitted:
                 self._finish(sequence, "error", str(reason))
-            return admitted
-        return []
 
-    def _finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
-        slot = sequence.slot
-        if slot >= 0:
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        if sequence.slot >= 0:
             self._count(sequence)
         self.scheduler.retire(sequence)
-        sequence.finish_reason = reason  # type: ignore[assignment]
+        sequence.finish_reason = reason
         sequence.error = error
         sequence.metrics.finished_time = time.perf_counter()
+        sequence.news.append(sequence)
 
     def _count(self, sequence: Sequence) -> None:
         """Move the slot's counters to the sequence."""
@@ -214,7 +227,7 @@ class Engine:
 
     # -- commit ------------------------------------------------------------
 
-    def _record(self, batch: Batch, done: Commit, failed: dict[int, str]) -> list[Sequence]:
+    def _record(self, batch: Batch, done: Commit, failed: dict[int, str]) -> None:
         """Hand the committed tokens to their sequences and end those that are done."""
         now = time.perf_counter()
         drafted = done.drafted
@@ -223,19 +236,16 @@ class Engine:
             self.drafting.policy.observe(
                 batch.schedule.slots[decoding], drafted[decoding], done.accepted[decoding]
             )
-        touched = []
         tokens = done.tokens
         for request, slot in enumerate(batch.schedule.slots.tolist()):
             sequence = self.scheduler.running[slot]
             if request in failed:
                 self._finish(sequence, "error", failed[request])
-                touched.append(sequence)
                 continue
             count = int(done.kept[request])
             if not count:
                 continue
             sequence.emitted.extend(tokens[request, :count].tolist())
-            touched.append(sequence)
             metrics = sequence.metrics
             metrics.first_token_time = metrics.first_token_time or now
             if done.stopped[request]:
@@ -244,7 +254,8 @@ class Engine:
                 self._finish(sequence, "stop")
             elif done.full[request]:
                 self._finish(sequence, "length")
-        return touched
+            else:
+                sequence.news.append(sequence)
 
     def _committed(self, batch: Batch, done: Commit) -> Step:
         """The step with its commit fields, and how many drafts everybody is given next."""
@@ -253,7 +264,7 @@ class Engine:
         padding = batch.step.batch - len(k)
         device = self.target.device
 
-        def put(values: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        def put(values: Ints) -> Tensor:
             return torch.from_numpy(np.pad(values, (0, padding))).to(device)
 
         host = None
@@ -273,7 +284,7 @@ class Engine:
             host=host,
         )
 
-    def _wanted(self, which: np.ndarray, done: Commit) -> np.ndarray:  # type: ignore[type-arg]
+    def _wanted(self, which: Ints, done: Commit) -> Ints:
         """Drafts that each request of the step is given, [batch]; 0 for those that ended."""
         if self.drafting is None:
             return np.zeros(len(which), dtype=np.int64)
@@ -301,19 +312,22 @@ class Engine:
             hidden = self.session.extract_hidden_states(step, outputs)
             return self.session.propose(step, hidden, self._k)
 
+        def alone(request: int) -> Draft | None:
+            draft = ask(only(step, request), only_outputs(outputs, step, request))
+            if draft is None:
+                return None
+            # copies: the next call may write to the same tensors
+            slot = int(step.slots[request])
+            return Draft(
+                tokens=draft.tokens[0].clone(),
+                q=None if draft.q is None else type(draft.q)(*(p[slot].clone() for p in draft.q)),
+            )
+
         try:
             return ask(step, outputs), {}
         except SpecdecError as error:
-            answers, failed = self._one_by_one(
-                step, lambda b: ask(only(step, b), only_outputs(outputs, step, b)), error
-            )
-        tokens = torch.full((step.batch, self._k), -1, dtype=torch.int64, device=self.target.device)
-        q = None
-        for request, draft in answers.items():
-            if draft is not None:
-                tokens[request] = draft.tokens[0]
-                q = draft.q
-        return Draft(tokens=tokens, q=q), failed
+            answers, failed = self._one_by_one(step, alone, error)
+        return join(step, {b: d for b, d in answers.items() if d is not None}, self._k), failed
 
     def _fail(self, step: Step, failed: dict[int, str]) -> None:
         for request, reason in failed.items():
@@ -343,6 +357,25 @@ class Engine:
         slots.num_drafts[which[valid]] = length
 
 
+def join(step: Step, drafts: Mapping[int, Draft], k: int) -> Draft:
+    """One draft of the whole step from those of single requests, each without its batch axis."""
+    tokens = step.next_token.new_full((step.batch, k), -1)
+    for request, draft in drafts.items():
+        tokens[request] = draft.tokens
+    laws = {int(step.slots[b]): d.q for b, d in drafts.items() if d.q is not None}
+    shapes = {tuple(part.shape for part in law) for law in laws.values()}
+    if len(laws) < len(drafts) or len(shapes) != 1:
+        # judged as if they were certain, drafts of any law leave the output exact
+        return Draft(tokens=tokens)
+    first = next(iter(laws.values()))
+    slots = step.state.length.shape[0]
+    whole = type(first)(*(part.new_zeros((slots, *part.shape)) for part in first))
+    for slot, law in laws.items():
+        for into, part in zip(whole, law, strict=True):
+            into[slot] = part
+    return Draft(tokens=tokens, q=whole)
+
+
 def draw(step: Step, predicted: Tensor, logits: Tensor, drafts: Tensor) -> Verdict:
     """Draw one token for every request with logits: plain decoding, the same noise with k = 0."""
     return kernel_verify(step, predicted, logits, drafts[:, :0], method="coupled", width=drafts)
@@ -355,7 +388,7 @@ def kernel_verify(
     drafts: Tensor,
     *,
     method: str,
-    q: object = None,
+    q: DenseQ | SparseQ | None = None,
     acceptance_rates: Tensor | None = None,
     width: Tensor | None = None,
 ) -> Verdict:

@@ -74,8 +74,7 @@ class PackedLinear(nn.Module):
         self, layer: nn.Module, *, blocks: RowBlocks | None, keep_dense: bool, head: bool
     ) -> None:
         super().__init__()
-        weight, bias = _dense(layer), layer.bias
-        assert bias is None or isinstance(bias, nn.Parameter)
+        weight, bias = _dense(layer), dict(layer.named_parameters()).get("bias")
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.blocks = blocks

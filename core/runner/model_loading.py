@@ -117,7 +117,7 @@ def _unreachable(model: str | Path, revision: str | None, error: OSError) -> Tar
 def _override(config: PretrainedConfig, overrides: dict[str, Any], path: str) -> None:
     for key, value in overrides.items():
         known = {name for name in vars(config) if not name.startswith("_")}
-        known |= set(config.attribute_map)
+        known |= set(config.attribute_map) | {"rope_scaling"}.intersection(dir(config))
         if key not in known:
             owner = type(config).__name__
             raise ConfigError(
@@ -132,15 +132,14 @@ def _override(config: PretrainedConfig, overrides: dict[str, Any], path: str) ->
 
 def _check_causal(config: PretrainedConfig, model: str) -> None:
     """Refuse checkpoints that are not causal LMs, before any weight is read."""
-    names = config.architectures or []
+    names: list[str] = getattr(config, "architectures", None) or []
     name = f"{names[0]} ({model})" if names else f"{type(config).__name__} ({model})"
     check_config(config, name)
-    causal: set[str] = set()
-    for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        causal |= {value} if isinstance(value, str) else set(value)
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return  # the repository's own code says which class it is
-    if not names and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not names:
+        if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return
         raise refuse(name, "its configuration names no architecture and no causal one is known")
-    if names and not causal.intersection(names):
+    if not set(names).intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         raise refuse(name, "it is not a causal language model")

@@ -67,22 +67,24 @@ class Scheduler:
         self._free = list(range(slots.length.shape[0] - 1, -1, -1))
         self._capacity = pool.free
 
-    def blocks_needed(self, sequence: Sequence) -> int:
-        """Pages for the longest that the sequence can get."""
-        return -(-(sequence.max_length + self.lookahead) // self.block_size)
+    def blocks_needed(self, max_length: int) -> int:
+        """Pages for a sequence that can grow to so many tokens."""
+        return -(-(max_length + self.lookahead) // self.block_size)
 
-    def check(self, sequence: Sequence) -> None:
-        """Raise `OutOfMemoryError` if the cache could not hold it even if nothing else ran."""
-        needed = self.blocks_needed(sequence)
-        if needed > self._capacity:
+    def check(self, max_length: int, what: str) -> None:
+        """Raise `OutOfMemoryError` if the cache could not hold so much even if nothing else ran.
+
+        what: names the request.
+        """
+        if self.blocks_needed(max_length) > self._capacity:
+            holds = max(self._capacity * self.block_size - self.lookahead, 0)
             raise OutOfMemoryError(
-                f"request {sequence.name} can grow to {sequence.max_length} tokens, but the "
-                f"key-value cache holds {self._capacity * self.block_size}; lower max_tokens or "
-                "max_model_len, or raise kv_cache_memory"
+                f"{what} can grow to {max_length} tokens, but the key-value cache holds {holds}; "
+                "lower max_tokens or max_model_len, or raise kv_cache_memory"
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that `check` let pass."""
+        """Queue a sequence whose length `check` let pass."""
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
@@ -90,7 +92,7 @@ class Scheduler:
         admitted = []
         while self.waiting and self._free:
             sequence = self.waiting[0]
-            needed = self.blocks_needed(sequence)
+            needed = self.blocks_needed(sequence.max_length)
             if needed > self.pool.free:
                 break
             self.waiting.popleft()
@@ -125,7 +127,8 @@ class Scheduler:
     def retire(self, sequence: Sequence) -> None:
         """Take back slot and pages of a sequence that ended, or drop it from the queue."""
         if sequence.slot < 0:
-            self.waiting.remove(sequence)
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
             return
         del self.running[sequence.slot]
         self.pool.release(sequence.blocks)

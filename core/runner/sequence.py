@@ -13,7 +13,8 @@ class Sequence:
     """One completion of one prompt: what the host keeps beside the slot arrays.
 
     emitted: tokens after the prompt. stop_ids: every token that ends it; own_stop_ids: those
-    of them that the request named itself.
+    of them that the request named itself. news: where the engine puts it whenever it emitted
+    something or ended; its owner empties the list.
     """
 
     request_id: str
@@ -25,6 +26,7 @@ class Sequence:
     own_stop_ids: frozenset[int]
     max_length: int
     metrics: RequestMetrics
+    news: list[Sequence] = attrs.field(factory=list)
     emitted: list[int] = attrs.field(factory=list)
     slot: int = -1
     blocks: list[int] = attrs.field(factory=list)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.errors import ConfigError, TargetError
 from specdec.runner import model_support
+from specdec.runner.activation import fix_activations
 from specdec.runner.attention import NAME, AttentionContext, attending
 from specdec.runner.attention_plan import plan_attention
 from specdec.runner.hidden_states import HiddenStateHooks
@@ -265,6 +266,7 @@ class TargetModel:
             return
         if self.deterministic:
             self._blocks = probe_blocks(self.model.modules())
+            fix_activations(self.model, self._blocks)
         count = pack_linears(self.model, head=self.lm_head, blocks=self._blocks)
         logger.debug("%s: %d linear layers packed", self.name, count)
 

@@ -119,6 +119,19 @@ def test_nan_and_empty_rows_stay_defined(
     assert out[3].tolist() == [-inf, -inf, 3.0, -inf]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_total_does_not_depend_on_the_other_rows(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        table = torch.randn(8, 49152) * 4
+        alone = torch.cat([logits.log_total(row[None]) for row in table])
+        assert torch.equal(alone, logits.log_total(table))
+        torch.testing.assert_close(alone, table.double().logsumexp(-1).float())
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_no_rows_and_padding_slots(make_sampling: MakeSampling) -> None:
     sampling = make_sampling(2, top_k=1)
     assert process_logits(torch.empty(0, 5), torch.empty(0).long(), sampling).shape == (0, 5)

@@ -79,8 +79,8 @@ class Batch:
         chunk = rule.pop("chunk", None)
         context = AttentionContext("Test", self.cache, plan, [chunk], deterministic)
         with attending(context):
-            packed = [t.transpose(0, 1)[None] for t in (q, k, v)]
-            out, weights = paged_attention(Layer(), *packed, None, **rule)
+            pq, pk, pv = (t.transpose(0, 1)[None] for t in (q, k, v))
+            out, weights = paged_attention(Layer(), pq, pk, pv, None, **rule)
         assert weights is None
         assert context.calls == 1
         assert out.isfinite().all()
@@ -194,7 +194,7 @@ def test_masks_are_built_once_per_window() -> None:
 def test_a_mask_of_the_models_own_is_refused() -> None:
     x = torch.zeros(1, 1, 1, 4)
     context = AttentionContext("Odd", None, None, [None], False)
-    with attending(context), pytest.raises(TargetError, match="Odd cannot be served: .* mask"):
+    with attending(context), pytest.raises(TargetError, match=r"Odd cannot be served: .* mask"):
         paged_attention(Layer(), x, x, x, torch.zeros(1, 1, 1, 1))
 
 

@@ -19,7 +19,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(1000, 128)
         self.body = nn.Sequential(nn.Linear(128, 256, bias=bias), nn.Linear(256, 128, bias=bias))
-        self.conv = Conv1D(128, 128)
+        self.conv = Conv1D(128, 128)  # type: ignore[no-untyped-call]
         self.head = nn.Linear(128, 1000, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -47,8 +47,8 @@ def test_packed_layers_compute_what_they_replaced(n: int, bias: bool) -> None:
 def test_a_shared_weight_stays_the_same_object_and_others_are_dropped() -> None:
     model = Model()
     shared = model.head.weight
-    first = model.body[0].weight.detach().clone()
-    conv = model.conv.weight.detach().clone()
+    first = torch.as_tensor(model.body[0].weight).clone()
+    conv = torch.as_tensor(model.conv.weight).clone()
 
     pack_linears(model, head=model.head, blocks=None)
 

@@ -162,8 +162,9 @@ def packed_logits(
     total = blocks * len(tokens) + 1
     target.allocate(total, block_size)
     target.cache.fill(float("nan"))
+    device = target.device
     order = torch.randperm(total - 1, generator=torch.Generator().manual_seed(2)) + 1
-    tables = order.view(len(tokens), blocks)
+    tables = order.view(len(tokens), blocks).to(device)
     done = [0] * len(tokens)
     logits: list[list[Tensor]] = [[] for _ in tokens]
     for counts in schedule:
@@ -171,17 +172,18 @@ def packed_logits(
         start = [0]
         for count in counts:
             start.append(start[-1] + count)
+        pieces = [t[a:b].cpu() for t, (a, b) in zip(tokens, spans, strict=True)]
         pad = torch.zeros(padding, dtype=torch.int64)
         rows = Rows(
-            tokens=torch.cat([t[a:b] for t, (a, b) in zip(tokens, spans, strict=True)] + [pad]),
-            positions=torch.cat([torch.arange(a, b) for a, b in spans] + [pad]),
+            tokens=torch.cat([*pieces, pad]).to(device),
+            positions=torch.cat([torch.arange(a, b) for a, b in spans] + [pad]).to(device),
             query_start=start,
             context=[b for _, b in spans],
             block_tables=tables,
-            logits_rows=torch.arange(start[-1]),
+            logits_rows=torch.arange(start[-1], device=device),
         )
         out = target.forward(rows).logits
-        for i, part in enumerate(out.split(list(counts))):
+        for i, part in enumerate(torch.split(out, list(counts))):
             logits[i].append(part)
         done = [b for _, b in spans]
     assert done == [len(t) for t in tokens]
@@ -201,3 +203,20 @@ def test_packed_rows_have_the_logits_of_the_whole_sequence(family: str) -> None:
 
     for have, want in zip(got, expected, strict=True):
         torch.testing.assert_close(have, want, rtol=0, atol=2e-5 * scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_code_serves_a_cuda_device(family: str, dtype: torch.dtype) -> None:
+    model = build(family, dtype=dtype).to("cuda")  # type: ignore[arg-type]
+    tokens = [t.cuda() for t in sequences()]
+    target = TargetModel.load(model)  # the probe runs too
+    got = packed_logits(target, tokens)
+    expected = [own_logits(model, t) for t in tokens]
+    scale = max(e.abs().max().item() for e in expected)
+    worst = max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True))
+    # A router may flip on a near-tie in bfloat16, so only the probe judges there.
+    assert dtype == torch.bfloat16 or worst < 1e-3 * scale
+    assert all(logits.isfinite().all() for logits in got)

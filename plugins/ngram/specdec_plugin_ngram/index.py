@@ -58,7 +58,8 @@ class NgramIndex:
     def find(self, history: Ints, slots: Ints, length: Ints) -> Ints:
         """Return the last end of the longest n-gram that ends the sequence too; 0 if none."""
         known = self._walk(history, slots, length, write=False)
-        return known[np.arange(len(slots)), (known > 0).argmax(axis=1)]
+        longest = (known > 0).argmax(axis=1)[:, None]
+        return np.take_along_axis(known, longest, axis=1)[:, 0]
 
     def drop(self, slots: Ints) -> None:
         """Forget what these slots held."""

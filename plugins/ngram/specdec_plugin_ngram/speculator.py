@@ -15,8 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from specdec import Capabilities, Draft, Speculator, hookimpl
-from specdec.errors import ConfigError
+from specdec import Capabilities, ConfigError, Draft, Speculator, hookimpl
 from specdec_plugin_ngram.index import NgramIndex
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class NgramSpeculator(Speculator):
         """Take in the tokens that are new, then look the last ones up."""
         host = step.host
         assert host is not None  # `host_tokens` asks for it
-        tokens = np.full((step.batch, k), -1)
+        tokens = np.full((step.batch, k), -1, np.int64)
         owned = host.slots >= 0
         slots = host.slots[owned]
         length = host.length[slots]
