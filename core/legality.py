@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import attrs
 
+from specdec._structure import check_keys
 from specdec.config import CORE_RULES, DEFAULT_DRAFTS, SpeculativeConfig
 from specdec.errors import ConfigError, PluginError, listed, nearest
-from specdec.types import Capabilities, VerificationRule
+from specdec.types import Capabilities, KVLayer, VerificationRule
 
 _DRAWN = {"greedy": "deterministic", "probabilistic": "independent", "coupled": "coupled"}
 _CORE = {
@@ -35,10 +36,8 @@ def settle(config: SpeculativeConfig, capabilities: Capabilities, label: str) ->
         ConfigError: the two do not fit, with the reason and what would.
         PluginError: the capabilities contradict themselves.
     """
+    _check(capabilities, label)
     rules = {**_CORE, **{r.name: r for r in capabilities.verification}}
-    for rule in capabilities.verification:
-        if rule.name in CORE_RULES:
-            raise PluginError(f"{label} declares the rule {rule.name!r}, which is core's own name")
     name = config.rejection_sample_method
     if name not in rules:
         raise ConfigError(
@@ -46,11 +45,6 @@ def settle(config: SpeculativeConfig, capabilities: Capabilities, label: str) ->
             f"{nearest(name, rules)} (known: {listed(rules)})"
         )
     rule = rules[name]
-    if capabilities.drawn not in _DRAWN.values():
-        raise PluginError(
-            f"{label} says its drafts are drawn {capabilities.drawn!r} (known: "
-            f"{listed(_DRAWN.values())})"
-        )
     if capabilities.drawn == "coupled" and not rule.accepts_coupled:
         raise ConfigError(
             f"{label} draws its drafts with the target's own noise (coupled), which biases "
@@ -78,3 +72,49 @@ def settle(config: SpeculativeConfig, capabilities: Capabilities, label: str) ->
             f"{most or 'any number of'} tokens a step"
         )
     return Agreement(rule=rule, drafts=drafts)
+
+
+def _check(capabilities: Capabilities, label: str) -> None:
+    """Refuse capabilities of wrong types, and those that contradict themselves."""
+    try:
+        check_keys(Capabilities, attrs.asdict(capabilities, recurse=False), "capabilities")
+    except ConfigError as error:
+        raise PluginError(f"{label}: {error}") from error
+    for name, kind in (("hidden_states", int), ("kv_layers", KVLayer)):
+        for entry in getattr(capabilities, name):
+            if not isinstance(entry, kind):
+                raise PluginError(
+                    f"{label}: capabilities: {name} holds {entry!r}, "
+                    f"but it has to hold {kind.__name__}s"
+                )
+    for name in ("max_drafts", "default_drafts", "max_context"):
+        number = getattr(capabilities, name)
+        if number is not None and number < 1:
+            raise PluginError(
+                f"{label}: capabilities: {name} is {number}, but it has to be at least 1 or None"
+            )
+    if capabilities.lookahead_slots < 0:
+        raise PluginError(
+            f"{label}: capabilities: lookahead_slots is {capabilities.lookahead_slots}, "
+            "but it has to be at least 0"
+        )
+    most, usual = capabilities.max_drafts, capabilities.default_drafts
+    if most is not None and usual is not None and usual > most:
+        raise PluginError(
+            f"{label}: capabilities: default_drafts is {usual}, more than max_drafts, {most}"
+        )
+    own = [_rule_name(rule, label) for rule in capabilities.verification]
+    for name in own:
+        if name in CORE_RULES:
+            raise PluginError(f"{label} declares the rule {name!r}, which is core's own name")
+        if own.count(name) > 1:
+            raise PluginError(f"{label} declares the rule {name!r} twice")
+
+
+def _rule_name(rule: object, label: str) -> str:
+    if not isinstance(rule, VerificationRule):
+        raise PluginError(
+            f"{label}: capabilities: verification holds {rule!r}, "
+            "but it has to hold VerificationRules"
+        )
+    return rule.name

@@ -96,9 +96,7 @@ class LLM:
             enforce_eager=enforce_eager,
             deterministic=deterministic,
         )
-        if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
-            raise ConfigError(f"seed is {seed!r}, but it has to be an integer of 64 bits")
-        self.seed = seed
+        self.seed = _seed(seed)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if not skip_tokenizer_init:
             self.tokenizer = _load_tokenizer(
@@ -407,6 +405,12 @@ def _text(sequence: Running, tokenizer: PreTrainedTokenizerBase | None) -> str:
     return text if sequence.finish_reason is not None else text.rstrip("\ufffd")
 
 
+def _seed(seed: object) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"seed is {seed!r}, but it has to be an integer of 64 bits")
+    return seed
+
+
 def _check_prompt(ids: Sequence[int], where: str, loaded: Assembly) -> None:
     if not ids:
         raise PromptError(f"{where} is empty; give at least one token")
@@ -451,7 +455,7 @@ def _load_tokenizer(
     if source is None:
         return None  # a module that was passed in: prompts come as ids unless one is given
     try:
-        return AutoTokenizer.from_pretrained(  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(
             str(source),
             revision=revision,
             trust_remote_code=trust_remote_code,

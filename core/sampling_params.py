@@ -74,7 +74,7 @@ class SamplingParams:
             check_keys(type(self), values, "SamplingParams")
         except ConfigError as error:
             raise PromptError(str(error)) from error
-        self.__attrs_init__(**values)  # type: ignore[attr-defined]
+        self.__attrs_init__(**values)
 
     def __attrs_post_init__(self) -> None:
         """Check the ranges and what contradicts each other."""

@@ -11,7 +11,7 @@ whose `slots` entry is -1 is padding: it owns no rows and its answers are ignore
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -165,6 +165,21 @@ class VerificationRule:
     accepts_coupled: bool = False  # exact although drafts share the target's noise
 
 
+# one per type: mypy does not follow a bare `tuple` as a converter
+
+
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _layers(values: Iterable[KVLayer]) -> tuple[KVLayer, ...]:
+    return tuple(values)
+
+
+def _rules(values: Iterable[VerificationRule]) -> tuple[VerificationRule, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class Capabilities:
     """What a speculator needs and does. Core decides from these alone, never from a name.
@@ -192,15 +207,15 @@ class Capabilities:
     max_drafts: int | None = None
     default_drafts: int | None = None
     max_context: int | None = None
-    hidden_states: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    hidden_states: tuple[int, ...] = attrs.field(default=(), converter=_ints)
     post_norm: bool = False
-    kv_layers: tuple[KVLayer, ...] = attrs.field(default=(), converter=tuple)
+    kv_layers: tuple[KVLayer, ...] = attrs.field(default=(), converter=_layers)
     lookahead_slots: int = 0
     host_tokens: bool = False
     graph_safe: bool = False
     honours_k: bool = True
     writes_confidence: bool = False
-    verification: tuple[VerificationRule, ...] = attrs.field(default=(), converter=tuple)
+    verification: tuple[VerificationRule, ...] = attrs.field(default=(), converter=_rules)
 
 
 @attrs.frozen(eq=False)

@@ -87,7 +87,8 @@ class Featured(Toy):
         return answered(self.answer)
 
 
-OWN = Capabilities(verification=(VerificationRule("own", lossless=True),))
+RULES: Any = (VerificationRule("own", lossless=True),)
+OWN = Capabilities(verification=RULES)
 
 
 class Ruled(Toy):

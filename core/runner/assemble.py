@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,14 @@ from specdec.types import Capabilities, Draft, Pools, Step, TargetInfo, Verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 BLOCK_SIZE = 16  # tokens per page
 MEMORY_SHARE = 0.4  # of the free memory that the cache takes at most by itself
 UNLIMITED_LEN = 32768  # context of a model that names no limit
 
 
-def _at_least_one(instance: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
+def _at_least_one(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -54,24 +57,21 @@ class EngineSettings:
 
 @attrs.define(eq=False)
 class Assembly:
-    """An engine and what has to be freed with it."""
+    """An engine and what has to be freed with it. label: how errors name the speculator."""
 
     target: TargetModel
     engine: Engine
     max_model_len: int
     speculator: Speculator | None
+    label: str
 
     def close(self) -> None:
         """Free everything, the speculator first."""
-        _close(self.target, self.speculator)
-
-
-def _close(target: TargetModel, speculator: Speculator | None) -> None:
-    try:
-        if speculator is not None:
-            speculator.close()
-    finally:
-        target.close()
+        try:
+            if self.speculator is not None:
+                _call(self.label, "close", self.speculator.close)
+        finally:
+            self.target.close()
 
 
 def assemble(
@@ -96,19 +96,20 @@ def assemble(
     target = TargetModel.load(
         model, dtype=dtype, device=device, deterministic=settings.deterministic, **load
     )
+    label = choice.label if choice else "no speculator"
     speculator: Speculator | None = None
     try:
         max_model_len = _context(settings.max_model_len, target)
-        label = choice.label if choice else "no speculator"
         capabilities, agreement = None, None
-        if config is not None and choice is not None:
+        if config is not None and choice is not None and own is not None:
             told = _target_info(model, target, max_model_len, settings)
-            speculator = _call(label, "load", lambda: choice.speculator.load(told, own))
-            if not isinstance(speculator, Speculator):
+            loaded = _call(label, "load", lambda: choice.speculator.load(told, own))
+            if not isinstance(loaded, Speculator):
                 raise PluginError(
-                    f"{label}: load() gave {type(speculator).__name__}; "
+                    f"{label}: load() gave {type(loaded).__name__}; "
                     "an instance of the speculator is expected"
                 )
+            speculator = loaded
             capabilities = _call(label, "capabilities", speculator.capabilities)
             if not isinstance(capabilities, Capabilities):
                 raise PluginError(
@@ -116,16 +117,26 @@ def assemble(
                     "specdec.Capabilities is expected"
                 )
             agreement = settle(config, capabilities, label)
-            target.capture(capabilities.hidden_states, capabilities.post_norm)
+            wanted = capabilities.hidden_states, capabilities.post_norm
+            _call(label, "capabilities", lambda: target.capture(*wanted))
         engine = _engine(
             target, speculator, config, capabilities, agreement, settings,
             label=label, max_model_len=max_model_len, observers=observers,
         )  # fmt: skip
     except BaseException:
-        _close(target, speculator)
+        try:
+            if speculator is not None:
+                speculator.close()
+        except Exception:  # the first error says more than that of cleaning up
+            logger.exception("%s raised in close", label)
+        target.close()
         raise
     return Assembly(
-        target=target, engine=engine, max_model_len=max_model_len, speculator=speculator
+        target=target,
+        engine=engine,
+        max_model_len=max_model_len,
+        speculator=speculator,
+        label=label,
     )
 
 
@@ -263,17 +274,13 @@ def _engine(
 def _policy(config: SpeculativeConfig, drafts: int, max_num_seqs: int) -> LengthPolicy:
     table = None
     if config.num_speculative_tokens_per_batch_size is not None:
-        table = drafts_by_batch(
-            config.num_speculative_tokens_per_batch_size, drafts, max_num_seqs
-        )
+        table = drafts_by_batch(config.num_speculative_tokens_per_batch_size, drafts, max_num_seqs)
     if config.length_policy == "falling":
         return FallingLength(drafts, max_num_seqs, table)
     return FixedLength(drafts, table)
 
 
-def _rates(
-    config: SpeculativeConfig, drafts: int, device: torch.device
-) -> torch.Tensor | None:
+def _rates(config: SpeculativeConfig, drafts: int, device: torch.device) -> torch.Tensor | None:
     rates = config.synthetic_acceptance_rates
     if config.synthetic_acceptance_length is not None:
         rates = rates_for_length(config.synthetic_acceptance_length, drafts)
@@ -315,6 +322,6 @@ def _memory(
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     return int(psutil.virtual_memory().available)

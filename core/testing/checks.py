@@ -85,17 +85,17 @@ def assert_lossless(
         )
         for p, t in zip(mixed, met, strict=True)
     ]
-    ways: list[tuple[str, Sequence[SamplingParams], dict[str, Any]]] = [
-        ("together", mixed, {}),
-        ("prompts in chunks of 5", mixed, {"max_num_batched_tokens": 5}),
-        ("two at a time", mixed, {"max_num_seqs": 2}),
-        ("with stop tokens", stopping, {}),
+    stopped = emitted(model, prompts, stopping, **llm)
+    ways: list[tuple[str, Sequence[SamplingParams], list[list[list[int]]], dict[str, Any]]] = [
+        ("together", mixed, plain, {}),
+        ("prompts in chunks of 5", mixed, plain, {"max_num_batched_tokens": 5}),
+        ("two at a time", mixed, plain, {"max_num_seqs": 2}),
+        ("with stop tokens", stopping, stopped, {}),
     ]
     tried = 0
     for k in drafts:
         config = _with(speculative_config, k)
-        for what, params, setting in ways:
-            expected = plain if params is mixed else emitted(model, prompts, params, **llm)
+        for what, params, expected, setting in ways:
             try:
                 actual = emitted(model, prompts, params, config, **{**llm, **setting})
             except SpecdecError as error:

@@ -9,6 +9,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
+def _built(config: LlamaConfig, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+    model: Any = LlamaForCausalLM(config)
+    built: LlamaForCausalLM = model.to(dtype).eval()
+    return built
+
+
 def toy_target(
     table: Tensor, *, max_model_len: int = 256, eos_token_id: int | None = None
 ) -> LlamaForCausalLM:
@@ -35,16 +41,17 @@ def toy_target(
         pad_token_id=None,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config).double().eval()
+    model = _built(config)
     with torch.no_grad():
-        embedding = model.get_input_embeddings().weight
+        embedding: Any = model.get_input_embeddings().weight
         embedding.zero_()
         embedding[:, :vocab] = torch.eye(vocab, dtype=torch.float64)
-        layer = model.model.layers[0]
+        decoder: Any = model.model
+        layer = decoder.layers[0]
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
         # the norm turns a one-hot vector of this width into one of length sqrt(width)
-        head = model.get_output_embeddings().weight
+        head = model.lm_head.weight
         head.zero_()
         head[:, :vocab] = table.double().T / width**0.5
     return model
@@ -63,7 +70,7 @@ def tiny_target(
 ) -> LlamaForCausalLM:
     """A small random Llama. scale: of its logits; larger gives a law with fewer contenders."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
+    model = _built(
         LlamaConfig(
             vocab_size=vocab,
             hidden_size=32,
@@ -77,8 +84,9 @@ def tiny_target(
             bos_token_id=None,
             pad_token_id=None,
             **config,
-        )
+        ),
+        dtype,
     )
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(scale)
-    return model.to(dtype).eval()
+        model.lm_head.weight.mul_(scale)
+    return model

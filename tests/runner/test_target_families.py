@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.errors import TargetError
 from specdec.runner.target import Rows, TargetModel
 
 VOCAB = 97
@@ -203,6 +204,35 @@ def test_packed_rows_have_the_logits_of_the_whole_sequence(family: str) -> None:
 
     for have, want in zip(got, expected, strict=True):
         torch.testing.assert_close(have, want, rtol=0, atol=2e-5 * scale)
+
+
+MOE = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - MOE))
+def test_deterministic_rows_are_the_same_bits_in_any_schedule(family: str) -> None:
+    # Widths below a vector register, where every rounding that depends on the row count shows.
+    model = build(family, dtype=torch.float32)
+    tokens = sequences()
+    expected = [own_logits(model, t) for t in tokens]
+    target = TargetModel.load(model, deterministic=True)
+    # The same chunks, then rows one by one.
+    single = ((20, 5, 17, 0), (18, 12, 0, 4), *((1, 1, 1, 1),) * 3, *((0, 1, 1, 1),) * 3)
+    single += ((0, 0, 1, 1), *((0, 0, 1, 0),) * 5)
+
+    mixed = packed_logits(target, tokens)
+    got = packed_logits(target, tokens, single)
+
+    for a, b, want in zip(mixed, got, expected, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("family", sorted(MOE))
+def test_stacked_experts_cannot_be_deterministic(family: str) -> None:
+    reason = r"cannot be served: deterministic=True is not possible, its logits depend on the num"
+    with pytest.raises(TargetError, match=reason):
+        TargetModel.load(build(family, dtype=torch.float32), deterministic=True)
 
 
 @pytest.mark.gpu
