@@ -3,7 +3,8 @@
     python benchmarks/hooks.py [--batch 8] [--drafts 5] [--repeats 20000] [--json]
 
 A speculator that returns a stored draft and a core verification that returns a stored verdict:
-what is left is the calls through pluggy and the checks of the answers. One step, three calls.
+what is left is the calls through pluggy and the checks of the answers. `step` is the three calls
+in a row; a rule of the speculator's own, whose verdict is checked too, is measured beside it.
 The budget is 25 µs a step; exit status 1 if the median is above.
 """
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 
+import attrs
 import torch
 
 from specdec import (
@@ -28,6 +30,7 @@ from specdec import (
     Step,
     TargetOutputs,
     Verdict,
+    VerificationRule,
     hookimpl,
 )
 from specdec.session import Session
@@ -54,6 +57,19 @@ class Stored(Speculator):
     def propose(self, step: Step, hidden: torch.Tensor, k: int) -> Draft:
         """The stored draft."""
         return self.draft
+
+
+class StoredRule(Stored):
+    """Brings a rule of its own, whose answers are checked as well."""
+
+    def __init__(self, draft: Draft, features: torch.Tensor, verdict: Verdict) -> None:
+        super().__init__(draft, features)
+        self.verdict = verdict
+
+    @hookimpl
+    def verify(self, step: Step, draft: Draft, logits: torch.Tensor) -> Verdict:
+        """The stored verdict."""
+        return self.verdict
 
 
 def make_step(batch: int, drafts: int, device: torch.device) -> Step:
@@ -106,15 +122,22 @@ def main() -> int:
     features = torch.zeros(batch * (k + 1), 64, device=device)
     logits = torch.zeros(batch * (k + 1), 8, device=device)
     outputs = TargetOutputs(captured={}, post_norm=None)
-    session = Session(
-        Stored(draft, features),
-        label="speculator 'stored'",
-        rule="coupled",
-        verify=lambda step, draft, logits: verdict,
-        vocab_size=VOCAB,
-        device=tokens.device,
-        capabilities=Capabilities(),
-    )
+    own = VerificationRule("own", lossless=True)
+
+    def make_session(speculator: Speculator, rule: str, capabilities: Capabilities) -> Session:
+        return Session(
+            speculator,
+            label="speculator 'stored'",
+            rule=rule,
+            verify=lambda step, draft, logits: verdict,
+            vocab_size=VOCAB,
+            device=tokens.device,
+            capabilities=capabilities,
+        )
+
+    session = make_session(Stored(draft, features), "coupled", Capabilities())
+    declared = attrs.evolve(Capabilities(), verification=(own,))
+    ruled = make_session(StoredRule(draft, features, verdict), "own", declared)
 
     def whole_step() -> None:
         hidden = session.extract_hidden_states(step, outputs)
@@ -128,6 +151,7 @@ def main() -> int:
         "propose": measure(lambda: session.propose(step, features, k), args.repeats),
         "verify": measure(lambda: session.verify(step, draft, logits), args.repeats),
         "step": measure(whole_step, args.repeats),
+        "verify, own rule": measure(lambda: ruled.verify(step, draft, logits), args.repeats),
     }
     result = {
         "microseconds": microseconds,

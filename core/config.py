@@ -103,8 +103,9 @@ class SpeculativeConfig:
         if self.draft_sample_method == "coupled" and rule in ("standard", "block", "synthetic"):
             raise ConfigError(
                 f"draft_sample_method='coupled' is refused with rejection_sample_method={rule!r}: "
-                "drafts drawn with the target's own noise bias every rule that tests p against q; "
-                "use rejection_sample_method='coupled' or draft_sample_method='probabilistic'"
+                "the rule tests p against q and takes drafts to be independent of the noise it "
+                "draws with; use rejection_sample_method='coupled' or "
+                "draft_sample_method='probabilistic'"
             )
 
     def _needs_synthetic(self, key: str) -> None:

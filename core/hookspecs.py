@@ -94,7 +94,7 @@ class Hooks:
             the row after its last draft is the bonus row. A request without drafts has one row.
         logits: [logit_rows, vocab] in the dtype of the target's head. Read only.
         Return a `Verdict`: every request with logits emits at least one token; a request
-        without any has count 0. None leaves it to the next implementation. The first answer
+        without any has count 0. None is an error: nobody else knows the rule. The first answer
         that is not None counts.
         Do not look at the order of the batch: key randomness by `step.state.stream` and
         position. Since 0.1.

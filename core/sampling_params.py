@@ -126,4 +126,3 @@ def _plain(value: Any) -> Any:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise PromptError(f"SamplingParams: {message}")
-

@@ -180,6 +180,18 @@ def _rules(values: Iterable[VerificationRule]) -> tuple[VerificationRule, ...]:
     return tuple(values)
 
 
+def _ids(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _layers(values: Iterable[KVLayer]) -> tuple[KVLayer, ...]:
+    return tuple(values)
+
+
+def _rules(values: Iterable[VerificationRule]) -> tuple[VerificationRule, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class Capabilities:
     """What a speculator needs and does. Core decides from these alone, never from a name.

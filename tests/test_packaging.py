@@ -122,7 +122,7 @@ def test_wheel_metadata_says_what_pyproject_says(build: Build) -> None:
     assert headers["License-Expression"] == "Apache-2.0"
     assert headers["Requires-Python"] == build.project["requires-python"]
     assert len(headers.get_all("Requires-Dist", [])) == len(build.project["dependencies"])
-    entries = ConfigParser()
+    entries = ConfigParser(delimiters=("=",))
     entries.optionxform = str  # type: ignore[assignment, method-assign]  # keep the case of names
     if f"{build.info}/entry_points.txt" in names(build.wheel):
         entries.read_string(read(build.wheel, f"{build.info}/entry_points.txt"))

@@ -421,6 +421,8 @@ META = torch.device("meta")
         (tokens(ints(BATCH, K).float()), "draft tokens of dtype torch.float32; torch.int64 is"),
         (tokens(ints(BATCH, K).to(META)), "draft tokens on meta; cpu is expected"),
         (tokens(ints(BATCH, K, value=-2)), "draft tokens that hold -2; -1 to 15 is expected"),
+        (tokens(ints(BATCH, K, value=-(2**63))), "draft tokens that hold -9223372036854775808;"),
+        (tokens(ints(BATCH, K, value=2**63 - 1)), "draft tokens that hold 9223372036854775807;"),
         (tokens(ints(BATCH, K, value=VOCAB)), "draft tokens that hold 16; -1 to 15 is expected"),
         (Draft(DRAFT.tokens, confidence=torch.ones(BATCH)), "confidence of shape [3]; [3, 2]"),
         (
@@ -453,6 +455,12 @@ def test_ids_are_not_read_on_a_device() -> None:
     assert session(Toy(answer), device=META).propose(STEP, None, K) is answer
     said = wrong(lambda: session(Toy(DRAFT), device=META).propose(STEP, None, K))
     assert said.endswith("draft tokens on cpu; meta is expected")
+
+
+def test_a_device_without_a_number_is_any_of_its_kind() -> None:
+    here = tokens(torch.empty(BATCH, K, dtype=torch.int64, device="meta"))
+    one = torch.device("meta", 1)
+    assert session(Toy(here), device=one).propose(STEP, None, K) is here
 
 
 DENSE = Capabilities(q="dense", drawn="independent")

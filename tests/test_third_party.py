@@ -64,7 +64,7 @@ class Options:
 
 
 class Parrot(Speculator):
-    "Says the last token again, or the one its checkpoint says, plus a shift."
+    "Says the last two tokens again and again, or the one its checkpoint says, plus a shift."
 
     Options = Options
 
@@ -87,8 +87,13 @@ class Parrot(Speculator):
 
     @hookimpl
     def propose(self, step, k):
-        last = step.next_token if self.word is None else torch.full_like(step.next_token, self.word)
-        return Draft(tokens=((last + self.shift) % self.vocab)[:, None].expand(-1, k).clone())
+        tokens = torch.full((step.batch, k), -1)
+        for b, slot in enumerate(step.host.slots):
+            end = step.host.length[slot]
+            for i in range(step.host.k[b]):
+                word = step.host.history[slot, end - 2 + i % 2] if self.word is None else self.word
+                tokens[b, i] = (int(word) + self.shift) % self.vocab
+        return Draft(tokens=tokens)
 
 
 class Claimed(Parrot):
@@ -123,7 +128,8 @@ class Shape(Parrot):
 
 
 def marked(step):
-    return [b for b, s in enumerate(step.host.slots) if s >= 0 and step.host.history[s, 0] == MARKED]
+    first = step.host.history[:, 0]
+    return [b for b, slot in enumerate(step.host.slots) if slot >= 0 and first[slot] == MARKED]
 
 
 class Ids(Parrot):
@@ -160,7 +166,7 @@ class Rule(Parrot):
 
     def capabilities(self):
         rule = VerificationRule("take_all", lossless=False)
-        return Capabilities(default_drafts=3, verification=[rule])
+        return Capabilities(default_drafts=3, host_tokens=True, verification=[rule])
 
     @hookimpl
     def verify(self, step, draft, logits):
@@ -182,10 +188,11 @@ class Rule(Parrot):
 
 # Runs in the fresh environment: every case against the same model, results as JSON.
 CASES = """
-import json, logging, sys
+import contextlib, io, json, logging, sys, tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from specdec import LLM, SamplingParams, SpecdecError
+from specdec.cli import main
 
 logging.disable(logging.ERROR)  # the engine logs what the outputs say as well
 torch.set_num_threads(1)
@@ -222,6 +229,10 @@ results = {name: run(config, greedy) for name, config in cases.items()}
 results["plain"] = run(None, greedy)
 results["plain sampled"] = run(None, sampled)
 results["sampled"] = run("parrot", sampled)
+with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+    model.config.save_pretrained(folder)
+    results["status"] = main(["plugins", "parrot", "--target", folder, "--json"])
+    results["described"] = json.loads(out.getvalue())
 print(json.dumps(results))
 """
 
@@ -426,17 +437,9 @@ def test_one_that_is_always_wrong_fails_every_request_by_name(results: dict[str,
         )
 
 
-def test_it_is_described_for_a_target(python: Path, home: Path) -> None:
-    folder = home / "target"
-    folder.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64,
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    command = (python, "-m", "specdec", "plugins", "parrot", "--target", folder)
-    found = json.loads(call(*command, "--json").stdout)
+def test_it_is_described_for_a_target(results: dict[str, Any]) -> None:
+    assert results["status"] == 0
+    found = results["described"]
     assert (found["distribution"], found["drafts"]) == ("acme-parrot", 3)
     assert found["drawn"] == "deterministic"
     assert set(found["rejection_sample_methods"].values()) == {"yes"}

@@ -297,7 +297,7 @@ def main(argv: list[str]) -> None:
     if command in ("help", "-h", "--help"):
         print((__doc__ or "").strip())
     elif command == "demo":
-        run(setup(), "-m", "specdec", "demo", *rest)
+        run(setup(), ROOT / "tools" / "demo.py", *rest)
     elif command == "test":
         test(setup(), rest)
     elif command == "clean" and rest in ([], ["--all"]):

@@ -136,9 +136,7 @@ def assert_law(
         SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens)
         for seed in range(samples)
     ]
-    drawn = emitted(
-        model, [list(prompt)] * samples, params, speculative_config, max_num_seqs=256
-    )
+    drawn = emitted(model, [list(prompt)] * samples, params, speculative_config, max_num_seqs=256)
     statistic, freedom = chi_square(
         [ids[0] for ids in drawn], table.double() / temperature, prompt[-1]
     )

@@ -217,8 +217,12 @@ def test_deterministic_rows_are_the_same_bits_in_any_schedule(family: str) -> No
     expected = [own_logits(model, t) for t in tokens]
     target = TargetModel.load(model, deterministic=True)
     # The same chunks, then rows one by one.
-    single = ((20, 5, 17, 0), (18, 12, 0, 4), *((1, 1, 1, 1),) * 3, *((0, 1, 1, 1),) * 3)
-    single += ((0, 0, 1, 1), *((0, 0, 1, 0),) * 5)
+    single = (
+        *((20, 5, 17, 0), (18, 12, 0, 4)),
+        *((1, 1, 1, 1),) * 3,
+        *((0, 1, 1, 1),) * 3,
+        *((0, 0, 1, 1), *((0, 0, 1, 0),) * 5),
+    )
 
     mixed = packed_logits(target, tokens)
     got = packed_logits(target, tokens, single)
