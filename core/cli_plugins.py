@@ -207,7 +207,11 @@ def _described(
         "drawn": c.drawn,
         "q": c.q,
         "confidence": c.writes_confidence,
-        "hidden_states": [*states, *(["after the final norm"] if c.post_norm else [])],
+        "hidden_states": [
+            *states,
+            *(["after the final norm"] if c.post_norm else []),
+            *(["before the head"] if c.pre_head else []),
+        ],
         "cache_layers": len(c.kv_layers),
         "cache_bytes_per_token": sum(
             layer.heads * (layer.k_dim + layer.v_dim) * (layer.dtype or target.dtype).itemsize

@@ -34,7 +34,7 @@ class Hooks:
 
         Called once per step, after the commit and before `propose`, prefill chunks included.
         If nobody answers, core concatenates the captured layers in ascending order of id, then
-        the post-norm states if asked for; a speculator that asked for neither gets None.
+        the post-norm and the pre-head states if asked for; one that asked for none gets None.
 
         step: the step just verified; its commit fields are set. Read only.
         outputs: captured layers, each [rows, hidden] in the target's dtype. Read only, and gone

@@ -69,8 +69,7 @@ class _Core:
     @hookimpl(trylast=True)
     def extract_hidden_states(self, outputs: TargetOutputs) -> Tensor | None:
         parts = [outputs.captured[i] for i in sorted(outputs.captured)]
-        if outputs.post_norm is not None:
-            parts.append(outputs.post_norm)
+        parts += [part for part in (outputs.post_norm, outputs.pre_head) if part is not None]
         return torch.cat(parts, dim=-1) if parts else None
 
 

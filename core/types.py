@@ -35,7 +35,7 @@ class SlotState:
     slots are stale.
     """
 
-    history: Tensor  # [slots, max_model_len] prompt, then every emitted token
+    history: Tensor  # [slots, max_model_len] the whole prompt, then every emitted token
     length: Tensor  # [slots] tokens of `history` that are known
     computed: Tensor  # [slots] tokens the target has processed for good: its valid cache length
     prompt_length: Tensor  # [slots]
@@ -99,10 +99,13 @@ class TargetOutputs:
         output, id num_layers what the last layer gave before the final norm. Only the ids that
         the capabilities asked for.
     post_norm: hidden states after the final norm, [rows, hidden]; None if not asked for.
+    pre_head: what the target exposes before a head that compresses it, [rows, width]; the states
+        after the final norm if it exposes nothing; None if not asked for.
     """
 
     captured: Mapping[int, Tensor]
     post_norm: Tensor | None
+    pre_head: Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -180,18 +183,6 @@ def _rules(values: Iterable[VerificationRule]) -> tuple[VerificationRule, ...]:
     return tuple(values)
 
 
-def _ids(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
-
-
-def _layers(values: Iterable[KVLayer]) -> tuple[KVLayer, ...]:
-    return tuple(values)
-
-
-def _rules(values: Iterable[VerificationRule]) -> tuple[VerificationRule, ...]:
-    return tuple(values)
-
-
 @attrs.frozen
 class Capabilities:
     """What a speculator needs and does. Core decides from these alone, never from a name.
@@ -205,6 +196,7 @@ class Capabilities:
     max_context: drafts only for sequences up to this many tokens; None = no limit.
     hidden_states: capture ids of the residual stream it wants (see `TargetOutputs`).
     post_norm: wants the hidden states after the target's final norm.
+    pre_head: wants `TargetOutputs.pre_head`.
     kv_layers: its own attention layers, to be paged along with the target's.
     lookahead_slots: cache places beyond the committed tokens that drafting writes to.
     host_tokens: wants `Step.host`.
@@ -221,6 +213,7 @@ class Capabilities:
     max_context: int | None = None
     hidden_states: tuple[int, ...] = attrs.field(default=(), converter=_ints)
     post_norm: bool = False
+    pre_head: bool = False
     kv_layers: tuple[KVLayer, ...] = attrs.field(default=(), converter=_layers)
     lookahead_slots: int = 0
     host_tokens: bool = False
@@ -268,13 +261,15 @@ class Pools:
         [num_blocks * block_size, heads, dim]; a token at position p of a slot lies at
         `block_tables[slot, p // block_size] * block_size + p % block_size`. Block 0 belongs to
         nobody: padding writes there.
+    target_kv: the same of the target's own layers, for a drafter that attends over them. Read
+        only: valid up to `SlotState.computed` of each slot.
+    max_rows: rows that a step can have at most.
     """
 
     kv: tuple[tuple[Tensor, Tensor], ...]
+    target_kv: tuple[tuple[Tensor, Tensor], ...]
     num_blocks: int
     block_size: int
     max_num_seqs: int
     max_drafts: int
-
-
-SpeculatorOptions = Mapping[str, Any]
+    max_rows: int

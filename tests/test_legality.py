@@ -122,7 +122,7 @@ def test_a_rule_of_its_own_may_accept_coupled_drafts() -> None:
 def test_an_unknown_rule_is_named_with_its_neighbours() -> None:
     with pytest.raises(
         ConfigError,
-        match="'standart' is neither core's nor of X; did you mean 'standard'.*"
+        match=r"'standart' is neither core's nor of X; did you mean 'standard'.*"
         "known: block, coupled, standard, synthetic, typical",
     ):
         settle(config(rejection_sample_method="standart"), capabilities(verification=[OWN]), "X")

@@ -117,7 +117,11 @@ def assemble(
                     "specdec.Capabilities is expected"
                 )
             agreement = settle(config, capabilities, label)
-            wanted = capabilities.hidden_states, capabilities.post_norm
+            wanted = (
+                capabilities.hidden_states,
+                capabilities.post_norm,
+                capabilities.pre_head,
+            )
             _call(label, "capabilities", lambda: target.capture(*wanted))
         engine = _engine(
             target, speculator, config, capabilities, agreement, settings,
@@ -228,10 +232,14 @@ def _engine(
     if speculator is not None and capabilities and agreement and config:
         pools = Pools(
             kv=kv,
+            target_kv=tuple(
+                (target.cache.k(i), target.cache.v(i)) for i in range(target.num_layers)
+            ),
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_num_seqs=settings.max_num_seqs,
             max_drafts=drafts,
+            max_rows=settings.max_num_batched_tokens + settings.max_num_seqs * (drafts + 1),
         )
         _call(label, "allocate", lambda: speculator.allocate(pools))
         reach = [n for n in (capabilities.max_context, config.max_model_len) if n is not None]

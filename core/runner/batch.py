@@ -144,8 +144,11 @@ def only_outputs(outputs: TargetOutputs, step: Step, request: int) -> TargetOutp
     """What the target left behind for one request of the step."""
     first, last = (int(x) for x in step.query_start[request : request + 2])
     captured: Mapping[int, Tensor] = {i: t[first:last] for i, t in outputs.captured.items()}
-    post_norm = None if outputs.post_norm is None else outputs.post_norm[first:last]
-    return TargetOutputs(captured=captured, post_norm=post_norm)
+    return TargetOutputs(
+        captured=captured,
+        post_norm=None if outputs.post_norm is None else outputs.post_norm[first:last],
+        pre_head=None if outputs.pre_head is None else outputs.pre_head[first:last],
+    )
 
 
 def _pad(values: NDArray[np.generic], size: int, filler: int | bool) -> NDArray[np.generic]:

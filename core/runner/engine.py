@@ -115,7 +115,9 @@ class Engine:
         done = commit(batch, verdict, self.slots)
         self._record(batch, done, failed)
         step = self._committed(batch, done)
-        left = TargetOutputs(captured=outputs.captured, post_norm=outputs.post_norm)
+        left = TargetOutputs(
+            captured=outputs.captured, post_norm=outputs.post_norm, pre_head=outputs.pre_head
+        )
         drafts, failed = self._propose(step, left)
         self._fail(step, failed)
         self._plan(step, drafts)

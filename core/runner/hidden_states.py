@@ -24,9 +24,13 @@ class HiddenStateHooks:
         self._handles: list[RemovableHandle] = []
         self._captured: dict[int, Tensor] = {}
         self._post_norm: Tensor | None = None
+        self._returns_post_norm = False
 
-    def choose(self, ids: Sequence[int], *, post_norm: bool) -> None:
-        """Replace the hooks. ids are 0 .. number of layers; anything else is a ConfigError."""
+    def choose(self, ids: Sequence[int], *, post_norm: bool, pre_head: bool = False) -> None:
+        """Replace the hooks. ids are 0 .. number of layers; anything else is a ConfigError.
+
+        pre_head: keep the states after the final norm for `last_post_norm` as well.
+        """
         count = len(self._layers)
         wrong = sorted(i for i in set(ids) if not 0 <= i <= count)
         if wrong:
@@ -43,12 +47,18 @@ class HiddenStateHooks:
             else:
                 hook = self._layers[-1].register_forward_hook(self._leaving(i))
             self._handles.append(hook)
-        if post_norm:
+        self._returns_post_norm = post_norm
+        if post_norm or pre_head:
             self._handles.append(self._decoder.register_forward_hook(self._normed))
+
+    @property
+    def last_post_norm(self) -> Tensor | None:
+        """States after the final norm of the last forward, whoever asked for them."""
+        return self._post_norm
 
     def take(self) -> tuple[dict[int, Tensor], Tensor | None]:
         """Hand over what the last forward captured, and forget it."""
-        taken = self._captured, self._post_norm
+        taken = self._captured, self._post_norm if self._returns_post_norm else None
         self._captured, self._post_norm = {}, None
         return taken
 

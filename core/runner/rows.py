@@ -29,3 +29,4 @@ class TargetOutputs:
     logits: Tensor  # [n, vocab] in the head's dtype
     captured: dict[int, Tensor]  # capture id -> [rows, hidden], see `TargetModel.capture`
     post_norm: Tensor | None  # [rows, hidden] after the final norm, if it was asked for
+    pre_head: Tensor | None = None  # [rows, width] what the target exposes before its head

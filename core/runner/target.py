@@ -65,6 +65,7 @@ class TargetModel:
         self._hooks = HiddenStateHooks(decoder, self.layers, self.name)
         self._cache: PagedKVCache | None = None
         self._blocks: RowBlocks | None = None
+        self._wants_pre_head = False
         self.attention_calls = 0  # of the last forward
         with torch.inference_mode():
             self.kv_specs: list[KVSpec] = self._record_layers()
@@ -154,14 +155,18 @@ class TargetModel:
             raise RuntimeError("call TargetModel.allocate before using the cache")
         return self._cache
 
-    def capture(self, ids: Sequence[int], post_norm: bool) -> None:
+    def capture(self, ids: Sequence[int], post_norm: bool, pre_head: bool = False) -> None:
         """Choose the hidden states that later forwards return, replacing an earlier choice.
 
         ids: id i is the residual stream entering layer i: 0 is the embedding's output, num_layers
             the last layer's output before the final norm. Hooks sit on these layers only.
         post_norm: also the states after the final norm, for every row.
+        pre_head: also what the model's method `get_mtp_target_hidden_states()` gives after a
+            forward, [rows or more, width]: the residual before a head that compresses it. The
+            states after the final norm where there is no such method, or it gives None.
         """
-        self._hooks.choose(ids, post_norm=post_norm)
+        self._hooks.choose(ids, post_norm=post_norm, pre_head=pre_head)
+        self._wants_pre_head = pre_head
 
     def forward(self, rows: Rows) -> TargetOutputs:
         """Compute the rows, store their keys and values, return logits and captured states."""
@@ -192,7 +197,22 @@ class TargetModel:
             if self._blocks is not None:
                 self._blocks.clear()
         self.attention_calls = context.calls
-        return TargetOutputs(logits, *self._hooks.take())
+        pre_head = self._exposed(plan.rows) if self._wants_pre_head else None
+        return TargetOutputs(logits, *self._hooks.take(), pre_head)
+
+    def _exposed(self, rows: int) -> Tensor | None:
+        """What the model exposes before its head, for this forward's rows."""
+        method = getattr(self.model, "get_mtp_target_hidden_states", None)
+        states: Tensor | None = method() if method is not None else None
+        if states is None:
+            return self._hooks.last_post_norm
+        states = states[0] if states.ndim == 3 else states
+        if states.shape[0] < rows:
+            raise refuse(
+                self.name,
+                f"its get_mtp_target_hidden_states() gave {states.shape[0]} rows of {rows}",
+            )
+        return states[:rows]  # the buffer behind it may be longer
 
     def _call(
         self, context: AttentionContext, tokens: Tensor, positions: Tensor, keep: Tensor

@@ -269,10 +269,11 @@ class BigramSpeculator(Speculator):
 
 @attrs.frozen
 class RecordingOptions:
-    """layers: capture ids to ask for; post_norm: ask for the states after the final norm."""
+    """layers: capture ids to ask for; post_norm, pre_head: ask for these states as well."""
 
     layers: Sequence[int] = ()
     post_norm: bool = False
+    pre_head: bool = False
 
 
 class RecordingSpeculator(Speculator):
@@ -300,6 +301,7 @@ class RecordingSpeculator(Speculator):
             drawn="deterministic",
             hidden_states=tuple(self.options.layers),
             post_norm=self.options.post_norm,
+            pre_head=self.options.pre_head,
         )
 
     def allocate(self, pools: Pools) -> None:

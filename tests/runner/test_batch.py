@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,6 @@ from specdec.runner.scheduler import Schedule
 from specdec.runner.state import Slots
 from specdec.testing import (
     BigramSpeculator,
-    OracleSpeculator,
     RecordingSpeculator,
     emitted,
     tiny_target,
@@ -106,8 +106,6 @@ def test_a_request_alone_is_a_step_of_its_own(slots: Slots, schedule: Schedule) 
     whole = build(schedule, slots, pad_rows=4, device=CPU).step
     host = HostStep(schedule.slots, np.array([3, 2, 1, 0]), slots.history, slots.length)
     numbered = torch.arange(4)
-    import attrs
-
     whole = attrs.evolve(whole, valid_rows=numbered, next_token=numbered, k=numbered, host=host)
     hidden = torch.arange(len(whole.tokens))[:, None].double()
     outputs = TargetOutputs(captured={2: hidden}, post_norm=hidden + 0.5)
@@ -239,25 +237,19 @@ class CheckingSpeculator(Speculator):
 
 
 def test_every_step_that_is_shown_keeps_the_promises_of_its_fields() -> None:
-    checking: list[CheckingSpeculator] = []
-
-    class Mine(CheckingSpeculator):
-        @classmethod
-        def load(cls, target: Any, config: Any) -> Mine:
-            checking.append(cls())
-            return checking[0]
-
     prompts = [[1], [2] * 3, list(range(20)), [5] * 9, [7, 8], [9] * 12]
     params = [
         SamplingParams(temperature=n % 2, seed=n, max_tokens=5 + 2 * n, stop_token_ids=[3 + n])
         for n in range(6)
     ]
     model = tiny_target(eos_token_id=0)
-    config = {"method": Mine, "num_speculative_tokens": 3, "length_policy": "falling"}
+    config = {"method": CheckingSpeculator, "num_speculative_tokens": 3, "length_policy": "falling"}
     with LLM(model, speculative_config=config, max_num_seqs=3, max_num_batched_tokens=6) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
+        speculator = llm.speculator
     assert [o.error for o in outputs] == [None] * 6
-    assert checking[0].kinds == {
+    assert isinstance(speculator, CheckingSpeculator)
+    assert speculator.kinds == {
         "padding", "chunk", "last chunk", "verified", "plain", "wants none",
     }  # fmt: skip
 
@@ -332,7 +324,7 @@ def test_requests_come_and_go_in_slots_and_the_speculator_is_told_once() -> None
 def test_a_drafter_without_host_tokens_gets_no_host_step() -> None:
     seen: list[object] = []
 
-    class Looking(OracleSpeculator):
+    class Looking(Speculator):
         def capabilities(self) -> Capabilities:
             return Capabilities()
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from specdec.runner.batch import Batch, build
-from specdec.runner.commit import Commit, commit
+from specdec.runner.commit import commit
 from specdec.runner.scheduler import Schedule
 from specdec.runner.state import Slots
 from specdec.types import Verdict
@@ -67,7 +67,8 @@ def test_accepted_drafts_and_the_targets_token_are_appended() -> None:
     assert done.valid_rows.tolist() == [3, 1]
     assert done.next_token.tolist() == [1, 2]
     assert (done.drafted.tolist(), done.accepted.tolist()) == ([3, 1], [2, 0])
-    assert not (done.stopped.any() or done.full.any())
+    assert not done.stopped.any()
+    assert not done.full.any()
 
 
 def test_tokens_after_a_stop_are_dropped_and_acceptance_is_counted_before() -> None:

@@ -289,13 +289,14 @@ def test_chunks_slots_and_a_small_cache_change_no_token() -> None:
     streams = {tuple(p): ids[0] for p, ids in zip(prompts, plain, strict=True)}
     config = {"method": StumblingSpeculator, "streams": streams, "num_speculative_tokens": 3}
     page = 16 * 2 * 2 * 2 * 8 * 8  # tokens, layers, keys and values, heads, dim, bytes
-    for settings in (
+    tried: list[dict[str, Any]] = [
         {"max_num_batched_tokens": 1},
         {"max_num_batched_tokens": 4},
         {"max_num_batched_tokens": 8, "max_num_seqs": 2},
         {"max_num_seqs": 1},
         {"kv_cache_memory": 4 * page},
-    ):
+    ]
+    for settings in tried:
         with LLM(model, speculative_config=config, **settings) as llm:
             scheduler = llm._loaded.engine.scheduler
             free = scheduler.pool.free

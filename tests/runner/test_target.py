@@ -381,3 +381,35 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(TargetError, match=r"cannot load .*no file named .*safetensors"):
         TargetModel.load(tmp_path)
+
+
+def test_states_before_the_head_are_what_the_model_exposes() -> None:
+    model = llama()
+    shown: dict[str, Tensor | None] = {"states": torch.arange(40.0).view(20, 2)}
+    model.get_mtp_target_hidden_states = lambda: shown["states"]
+    target = TargetModel.load(model)
+    target.capture([], post_norm=False, pre_head=True)
+    outputs = target.forward(one_request(target, TOKENS))
+    assert outputs.post_norm is None
+    # the buffer is longer than the step: its first rows are the step's
+    assert torch.equal(outputs.pre_head, torch.arange(40.0).view(20, 2)[: len(TOKENS)])
+
+    shown["states"] = None
+    target.capture([], post_norm=True, pre_head=True)
+    outputs = target.forward(one_request(target, TOKENS))
+    assert torch.equal(outputs.pre_head, outputs.post_norm)
+
+    shown["states"] = torch.zeros(1, 2)
+    with pytest.raises(TargetError, match="gave 1 rows of"):
+        target.forward(one_request(target, TOKENS))
+
+
+def test_states_before_the_head_are_the_normed_ones_of_a_model_that_exposes_none() -> None:
+    target = TargetModel.load(llama())
+    target.capture([], post_norm=False, pre_head=True)
+    outputs = target.forward(one_request(target, TOKENS))
+    target.capture([], post_norm=True)
+    normed = target.forward(one_request(target, TOKENS))
+    assert outputs.post_norm is None
+    assert normed.pre_head is None
+    assert torch.equal(outputs.pre_head, normed.post_norm)
