@@ -97,6 +97,11 @@ class LLM:
             deterministic=deterministic,
         )
         self.seed = _seed(seed)
+        if not isinstance(observers, Iterable):
+            raise ConfigError(
+                f"observers is {observers!r}, but it has to be a list of objects with the hook "
+                "step_finished"
+            )
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if not skip_tokenizer_init:
             self.tokenizer = _load_tokenizer(
@@ -255,8 +260,13 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * len(texts)
-        else:
+        elif isinstance(sampling_params, Sequence):
             params = list(sampling_params)
+        else:
+            raise PromptError(
+                f"sampling_params is of type {type(sampling_params).__name__}; give "
+                "SamplingParams, or a list of them, one per prompt"
+            )
         if len(params) != len(texts):
             raise PromptError(
                 f"{len(texts)} prompts but {len(params)} SamplingParams; give one, or one each"
@@ -452,6 +462,11 @@ def _load_tokenizer(
     source = tokenizer
     if source is None and isinstance(model, str | Path):
         source = model
+    elif not isinstance(source, str | Path | None):
+        raise ConfigError(
+            f"tokenizer is of type {type(source).__name__}; give a folder, a Hub id or a "
+            "transformers tokenizer"
+        )
     if source is None:
         return None  # a module that was passed in: prompts come as ids unless one is given
     try:
@@ -465,9 +480,10 @@ def _load_tokenizer(
     except Exception as error:  # transformers raises many kinds for one cause
         if tokenizer is None and not Path(str(source)).is_dir():
             return None  # no such model either: its own error says it better
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise ConfigError(
-            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {error}); "
-            "name another with tokenizer=, or pass skip_tokenizer_init=True and token ids"
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {reason}) "
+            "- name another with tokenizer=, or pass skip_tokenizer_init=True and token ids"
         ) from error
 
 

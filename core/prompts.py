@@ -34,6 +34,9 @@ def read_prompts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> lis
     prompts = _plain(prompts)
     if _is_one(prompts):
         return [_read(prompts, tokenizer)]
+    if _is_list(prompts) and any(isinstance(p, numbers.Number) for p in prompts):
+        odd = next(p for p in prompts if not _is_id(p))
+        raise PromptError(f"a list of token ids holds {odd!r}; ids are integers")
     if not _is_list(prompts):
         raise PromptError(
             f"prompts of type {type(prompts).__name__}; give text, token ids, chat messages, "

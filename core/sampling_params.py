@@ -12,6 +12,7 @@ from specdec.errors import ConfigError, PromptError
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 _LEAST_TEMPERATURE = 1e-2  # and none between the two is sampled from: divisions overflow
+_MOST_TEMPERATURE = 1e6  # every law is flat long before
 
 _NOT_YET = "it is not served yet"
 _REFUSED = {
@@ -39,7 +40,7 @@ class SamplingParams:
     """How one request is sampled.
 
     n: completions per prompt, each with a random stream of its own.
-    temperature: 0 is greedy; below 0.01 it counts as 0.01.
+    temperature: 0 is greedy; below 0.01 it counts as 0.01. 1,000,000 at most.
     top_k: keep the k most likely tokens and every tie with the last; 0 or -1 keeps all.
     top_p: keep the smallest set of most likely tokens whose probability reaches this.
     min_p: keep tokens at least this fraction as likely as the most likely one.
@@ -80,8 +81,8 @@ class SamplingParams:
         """Check the ranges and what contradicts each other."""
         _require(self.n >= 1, f"n is {self.n}, but it has to be at least 1")
         _require(
-            0 <= self.temperature < float("inf"),
-            f"temperature is {self.temperature}, but it has to be a number from 0 up",
+            0 <= self.temperature <= _MOST_TEMPERATURE,
+            f"temperature is {self.temperature}, but it has to be a number from 0 to 1000000",
         )
         _require(self.top_k >= -1, f"top_k is {self.top_k}, but it has to be -1, 0 or more")
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}, but it has to be in (0, 1]")

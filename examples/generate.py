@@ -9,6 +9,7 @@ from specdec import LLM, SamplingParams
 
 
 def main() -> None:
+    """Read the command line, generate, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder or Hub id")
     parser.add_argument("prompts", nargs="+")

@@ -16,6 +16,7 @@ class Trace:
 
     @hookimpl
     def step_finished(self, step: Step, verdict: Verdict) -> None:
+        """Print one line for every request of the step."""
         self.steps += 1
         for request, slot in enumerate(step.slots.tolist()):
             if slot >= 0:  # the others are padding
@@ -25,6 +26,7 @@ class Trace:
 
 
 def main(model: str, prompt: str, speculative_config: str = "ngram") -> None:
+    """Generate greedily and watch."""
     trace = Trace()
     with LLM(model, speculative_config=speculative_config, observers=[trace]) as llm:
         (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24))

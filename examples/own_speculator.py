@@ -5,8 +5,6 @@ python examples/own_speculator.py MODEL PROMPT
 
 import sys
 
-from torch import Tensor
-
 from specdec import LLM, Capabilities, Draft, SamplingParams, Speculator, Step, hookimpl
 
 
@@ -14,15 +12,17 @@ class EchoSpeculator(Speculator):
     """Right wherever the model repeats one token; wrong drafts only cost time."""
 
     def capabilities(self) -> Capabilities:
+        """No randomness, nothing of the target."""
         return Capabilities(drawn="deterministic")
 
     @hookimpl
     def propose(self, step: Step, k: int) -> Draft:
-        again: Tensor = step.next_token[:, None].repeat(1, k)
-        return Draft(tokens=again)
+        """[batch, k] drafts."""
+        return Draft(tokens=step.next_token[:, None].repeat(1, k))
 
 
 def main(model: str, prompt: str) -> None:
+    """Generate with and without, and compare."""
     greedy = SamplingParams(temperature=0, max_tokens=32)
     with LLM(model) as llm:
         (plain,) = llm.generate(prompt, greedy)

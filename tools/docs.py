@@ -205,7 +205,7 @@ def markdown(docstring: str, names: Iterable[str] = ()) -> str:
 
 def indented(lines: list[str]) -> str:
     """Take the indented lines off the front, and what is blank before them."""
-    block = []
+    block: list[str] = []
     while lines and not lines[0] and has_more(lines):
         del lines[0]
     while lines and (lines[0].startswith(" ") or (not lines[0] and block and has_more(lines))):

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16  # tokens per page
 MEMORY_SHARE = 0.4  # of the free memory that the cache takes at most by itself
+CPU_MEMORY = 4 << 30  # bytes, and no more than this on a CPU
 UNLIMITED_LEN = 32768  # context of a model that names no limit
 
 
@@ -43,6 +44,11 @@ def _at_least_one(instance: object, attribute: attrs.Attribute[Any], value: obje
         raise ConfigError(f"{attribute.name} is {value!r}, but it has to be an integer from 1 up")
 
 
+def _boolean(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{attribute.name} is {value!r}, but it has to be True or False")
+
+
 @attrs.frozen(kw_only=True)
 class EngineSettings:
     """Sizes of the engine; see `specdec.LLM`."""
@@ -51,8 +57,8 @@ class EngineSettings:
     max_num_seqs: int = attrs.field(default=64, validator=_at_least_one)
     max_num_batched_tokens: int = attrs.field(default=512, validator=_at_least_one)
     kv_cache_memory: int | None = attrs.field(default=None, validator=_at_least_one)
-    enforce_eager: bool = False
-    deterministic: bool = False
+    enforce_eager: bool = attrs.field(default=False, validator=_boolean)
+    deterministic: bool = attrs.field(default=False, validator=_boolean)
 
 
 @attrs.define(eq=False)
@@ -93,6 +99,12 @@ def assemble(
     if device is None:
         on_module = getattr(model, "device", None)
         device = on_module or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device is {device!r}, but it has to be 'cpu', 'cuda', 'cuda:N' or a torch device"
+        ) from error
     target = TargetModel.load(
         model, dtype=dtype, device=device, deterministic=settings.deterministic, **load
     )
@@ -313,6 +325,8 @@ def _memory(
     budget = settings.kv_cache_memory
     if budget is None:
         budget = int(MEMORY_SHARE * _free_memory(target.device))
+        if target.device.type == "cpu":
+            budget = min(budget, CPU_MEMORY)
     num_blocks = min(most, budget // per_block)
     if num_blocks < 2:
         raise OutOfMemoryError(

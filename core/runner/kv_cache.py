@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
 import torch
 
 from specdec.errors import OutOfMemoryError
@@ -91,9 +93,8 @@ class PagedKVCache:
         self._k: list[Tensor] = []
         self._v: list[Tensor] = []
         for spec in self.specs:
-            # Zeros, not empty: a kernel may load a whole page and mask it, and 0 * NaN is NaN.
-            self._k.append(torch.zeros(slots, spec.heads, spec.k_dim, dtype=dtype, device=device))
-            self._v.append(torch.zeros(slots, spec.heads, spec.v_dim, dtype=dtype, device=device))
+            self._k.append(_zeros((slots, spec.heads, spec.k_dim), dtype, torch.device(device)))
+            self._v.append(_zeros((slots, spec.heads, spec.v_dim), dtype, torch.device(device)))
 
     def k(self, layer: int) -> Tensor:
         """Keys of a layer, after rotary embedding: [num_blocks * block_size, heads, k_dim]."""
@@ -112,3 +113,15 @@ class PagedKVCache:
     def bytes_per_block(specs: Sequence[KVSpec], block_size: int, dtype: torch.dtype) -> int:
         """Bytes that one more block costs, all layers together."""
         return block_size * dtype.itemsize * sum(spec.width for spec in specs)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not empty: a kernel may load a whole page and mask it, and 0 * NaN is NaN.
+
+    On a CPU they are numpy's, which take memory only where they are written: a large cache costs
+    a process what it has used of it. torch's own zeros are written at once.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flat = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(flat).view(dtype).view(shape)

@@ -88,7 +88,7 @@ class Slots:
         self.max_length[slot] = max_length
         self.stream[slot] = stream
         self.temperature[slot] = temperature
-        self.top_k[slot] = max(top_k, 0)
+        self.top_k[slot] = min(max(top_k, 0), 2**31 - 1)  # more than any vocabulary
         self.top_p[slot] = top_p
         self.min_p[slot] = min_p
         self.stop_ids[slot] = -1
