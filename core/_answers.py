@@ -23,17 +23,26 @@ class Answers:
     """Checks of one speculator's answers; each raises a `SpeculatorError` that names it.
 
     label: names the speculator. vocab_size, device: what ids and tensors are checked against.
-    q: the form of q that its capabilities declare.
+    q: the form of q that its capabilities declare. confidence: whether they declare any.
 
     Shapes, dtypes and devices are read everywhere. Values are read on the CPU alone: elsewhere
     that would stall the device, and the kernels treat ids outside the vocabulary as no draft.
     """
 
-    def __init__(self, label: str, vocab_size: int, device: torch.device, q: QForm | None) -> None:
+    def __init__(
+        self,
+        label: str,
+        vocab_size: int,
+        device: torch.device,
+        q: QForm | None,
+        *,
+        confidence: bool = False,
+    ) -> None:
         self.label = label
         self.vocab_size = vocab_size
         self.device = device
         self._q = _Q[q] if q else None
+        self._confidence = confidence
         self._reads_values = device.type == "cpu"
 
     def features(self, hidden: object, rows: int) -> Tensor:
@@ -53,6 +62,12 @@ class Answers:
         self._check("propose", "draft tokens", draft.tokens, torch.int64, (batch, k))
         self._check_values("propose", "draft tokens", draft.tokens, -1, self.vocab_size - 1)
         if draft.confidence is not None:
+            if not self._confidence:
+                raise self._wrong(
+                    "propose",
+                    "confidence, which its capabilities do not declare; None, or "
+                    "writes_confidence=True",
+                )
             self._check("propose", "confidence", draft.confidence, torch.float32, (batch, k))
         if draft.q is not None:
             self._check_q(draft.q, slots, k)

@@ -74,9 +74,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--compare needs --speculative-config: there is nothing to compare with")
     texts = _texts(args)
 
+    from transformers.utils.logging import disable_progress_bar
+
     from specdec.llm import LLM
     from specdec.sampling_params import SamplingParams
 
+    if not sys.stderr.isatty():
+        # that of reading weights draws wherever stderr goes
+        disable_progress_bar()  # type: ignore[no-untyped-call]
     params = SamplingParams(
         n=args.n,
         temperature=args.temperature,

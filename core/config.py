@@ -206,15 +206,15 @@ class SpeculatorConfig:
     options: an instance of the speculator's `Options`.
     """
 
-    method: str
-    model: str | None
-    revision: str | None
-    code_revision: str | None
+    method: str  # the name it was found under
+    model: str | None  # its checkpoint: a folder or Hub id
+    revision: str | None  # of `model` on the Hub
+    code_revision: str | None  # of code that comes with `model`
     num_speculative_tokens: int | None
     rejection_sample_method: str
     draft_sample_method: DraftSampling
-    max_model_len: int | None
-    enforce_eager: bool
+    max_model_len: int | None  # longest sequence to draft for
+    enforce_eager: bool  # without captured graphs
     options: Any
 
 

@@ -54,8 +54,8 @@ class Hooks:
         """Draft tokens for every request of the step that wants some.
 
         Called once per step, after every forward of the target: prefill chunks and steps in
-        which no request wants drafts (`k` = 0, or `step.k` all 0) included, because a drafter
-        with a cache has to see every committed row. If nobody answers, nothing is drafted.
+        which no request wants drafts (`step.k` all 0) included, because a drafter with a cache
+        has to see every committed row. If nobody answers, nothing is drafted.
         If an implementation raises, core calls it again with the requests of the step one by
         one, each as a step of its own; a request whose call raises ends with an error that
         names the speculator, the others go on. So a call must not be spoiled by having been
@@ -66,7 +66,7 @@ class Hooks:
             are wanted per request: 0 for chunks that are not final, for finished requests and
             padding. Read only.
         hidden: [rows, width] from `extract_hidden_states`; None if no features were asked for.
-        k: columns of the answer; at least every entry of `step.k`.
+        k: columns of the answer, the same in every step; no entry of `step.k` is larger.
         Return a `Draft` with tokens [batch, k], -1 where nothing is proposed. None means no
         drafts for anybody in this step. Its tensors stay yours; they must keep their values
         until the next call of `propose`. The first answer that is not None counts.

@@ -311,7 +311,7 @@ class LLM:
                 stop_ids=tuple(sorted(stops)),
                 own_stop_ids=own,
                 max_length=longest,
-                metrics=metrics if index == 0 else attrs.evolve(metrics),
+                metrics=attrs.evolve(metrics, speculative_decoding=SpeculationMetrics()),
             )
             for index in range(params.n)
         ]
@@ -375,8 +375,10 @@ class _Request:
         speculation = SpeculationMetrics()
         for sequence in self.sequences:
             speculation.add(sequence.metrics.speculative_decoding)
-        ended = [s.metrics.finished_time for s in self.sequences]
-        firsts = [t for s in self.sequences if (t := s.metrics.first_token_time) is not None]
+        own = [s.metrics for s in self.sequences]
+        starts = [m.first_scheduled_time for m in own if m.first_scheduled_time is not None]
+        firsts = [m.first_token_time for m in own if m.first_token_time is not None]
+        ends = [m.finished_time for m in own if m.finished_time is not None]
         errors = [s.error for s in self.sequences if s.error is not None]
         return RequestOutput(
             request_id=self.sequences[0].request_id,
@@ -395,10 +397,9 @@ class _Request:
             finished=final and self.finished,
             metrics=attrs.evolve(
                 self.metrics,
+                first_scheduled_time=min(starts, default=None),
                 first_token_time=min(firsts, default=None),
-                finished_time=max((t for t in ended if t is not None), default=None)
-                if self.finished
-                else None,
+                finished_time=max(ends, default=None) if self.finished else None,
                 num_generated_tokens=sum(len(s.emitted) for s in self.sequences),
                 speculative_decoding=speculation,
             ),

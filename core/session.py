@@ -102,7 +102,13 @@ class Session:
     ) -> None:
         self.label = label
         self.observers = list(observers)
-        self._answers = Answers(label, vocab_size, device, capabilities.q if capabilities else None)
+        self._answers = Answers(
+            label,
+            vocab_size,
+            device,
+            capabilities.q if capabilities else None,
+            confidence=bool(capabilities and capabilities.writes_confidence),
+        )
         self._manager = _Manager(PROJECT)
         self._manager.add_hookspecs(Hooks)
         self._manager.register(_Core(), name="specdec-core")

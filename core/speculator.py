@@ -24,8 +24,8 @@ class NoOptions:
 class Speculator:
     """Base class of every speculator: core calls these methods in the order they stand here.
 
-    `load` → `capabilities` → `allocate` → the hooks of `specdec.hookspecs`, once per step →
-    `requests_changed`, between steps → `close`. Only `capabilities` has to be written, and the
+    `load` → `capabilities` → `allocate` → `requests_changed`, between steps, and the hooks of
+    `specdec.hookspecs`, once per step → `close`. Only `capabilities` has to be written, and the
     hook `propose`. Instances are compared by identity; one belongs to one runner.
     """
 

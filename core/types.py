@@ -36,9 +36,9 @@ class SlotState:
     """
 
     history: Tensor  # [slots, max_model_len] the whole prompt, then every emitted token
-    length: Tensor  # [slots] tokens of `history` that are known
+    length: Tensor  # [slots] tokens of `history` that are known: the prompt's and the emitted
     computed: Tensor  # [slots] tokens the target has processed for good: its valid cache length
-    prompt_length: Tensor  # [slots]
+    prompt_length: Tensor  # [slots] tokens of the prompt
     stream: Tensor  # [slots] random stream of the request
     temperature: Tensor  # [slots] float32, 0 = greedy
     top_k: Tensor  # [slots] 0 = off
@@ -73,7 +73,7 @@ class Step:
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows] index of the row's token in its sequence
     query_start: Tensor  # [batch + 1]
-    slots: Tensor  # [batch]
+    slots: Tensor  # [batch] -1 = padding; as an index it would hit the last slot, so mask it
     num_drafts: Tensor  # [batch] drafts among the request's rows: its last rows
     is_prefill: Tensor  # [batch] bool: the rows are a chunk of the prompt
     samples: Tensor  # [batch] bool: a token is drawn after the rows (all but non-final chunks)
@@ -82,8 +82,8 @@ class Step:
     valid_rows: Tensor  # [batch] commit: leading rows of the request whose token was committed
     next_token: Tensor  # [batch] commit: token after the last valid row (drawn, or of the prompt)
     k: Tensor  # [batch] commit: drafts wanted now, at most the argument `k` of `propose`
-    state: SlotState
-    host: HostStep | None = None
+    state: SlotState  # what is known of every slot; `length` is that after the commit
+    host: HostStep | None = None  # commit: mirrors, if the capabilities ask for `host_tokens`
 
     @property
     def batch(self) -> int:
@@ -148,10 +148,10 @@ class Verdict:
 class KVLayer:
     """Cache entry of one draft attention layer, per token. Pages follow the target's tables."""
 
-    heads: int
-    k_dim: int
+    heads: int  # key heads
+    k_dim: int  # of a head
     v_dim: int
-    window: int | None = None
+    window: int | None = None  # tokens back that the layer attends over; None: all
     dtype: dtype | None = None  # None: the target's
 
 
@@ -162,9 +162,9 @@ class VerificationRule:
     It runs only if the configuration names it, and is reported as lossy unless `lossless`.
     """
 
-    name: str
-    lossless: bool
-    needs_q: bool = False
+    name: str  # what `rejection_sample_method` says; none of core's own
+    lossless: bool  # whether the target's law is kept
+    needs_q: bool = False  # refused with sampled drafts whose law is not handed over
     accepts_coupled: bool = False  # exact although drafts share the target's noise
 
 
@@ -200,9 +200,10 @@ class Capabilities:
     kv_layers: its own attention layers, to be paged along with the target's.
     lookahead_slots: cache places beyond the committed tokens that drafting writes to.
     host_tokens: wants `Step.host`.
-    graph_safe: `propose` may be captured once and replayed: fixed shapes, no host reads.
-    honours_k: reads `Step.k`; if not, its drafts are cut to it.
-    writes_confidence: fills `Draft.confidence`.
+    graph_safe: `propose` may be captured once and replayed: fixed shapes, no host reads. A
+        promise for loops that capture; the CPU loop calls it every step.
+    honours_k: reads `Step.k`, so that fewer drafts cost less; if not, K are drafted and cut.
+    writes_confidence: fills `Draft.confidence`; refused in an answer if it is not declared.
     verification: rules of its own.
     """
 
@@ -232,25 +233,25 @@ class TargetInfo:
 
     name: str  # path, Hub id, or the class of an instance that was passed
     config: Any  # transformers' text configuration
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_model_len: int
-    max_num_seqs: int
-    dtype: dtype
+    vocab_size: int  # rows of the head: ids are 0 to vocab_size - 1
+    hidden_size: int  # width of the residual stream
+    num_layers: int  # capture ids go from 0 to this
+    max_model_len: int  # longest sequence that is served
+    max_num_seqs: int  # slots
+    dtype: dtype  # of the weights and hidden states
     device: device
-    embedding: nn.Module
-    lm_head: nn.Module
+    embedding: nn.Module  # tokens to residual stream
+    lm_head: nn.Module  # normed residual stream to logits; `weight` is [vocab, hidden]
 
 
 @attrs.frozen
 class RequestInfo:
-    """A request that was given a slot. `tokens`: its prompt, and what it had emitted before."""
+    """A request that was given a slot."""
 
-    slot: int
-    request_id: str
-    tokens: tuple[int, ...] = attrs.field(repr=False)
-    prompt_length: int
+    slot: int  # its place until it ends or is preempted
+    request_id: str  # its name in messages
+    tokens: tuple[int, ...] = attrs.field(repr=False)  # prompt, and what it had emitted before
+    prompt_length: int  # tokens of the prompt among them
 
 
 @attrs.frozen(eq=False)
@@ -268,8 +269,8 @@ class Pools:
 
     kv: tuple[tuple[Tensor, Tensor], ...]
     target_kv: tuple[tuple[Tensor, Tensor], ...]
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_drafts: int
+    num_blocks: int  # pages, block 0 included
+    block_size: int  # tokens per page
+    max_num_seqs: int  # slots
+    max_drafts: int  # K: columns of every draft
     max_rows: int

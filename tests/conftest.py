@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-WORDS = "<unk> <eos> <user> <bot> the cat sat on a mat and dog ran to see it .".split()
+SPECIAL = ["<unk>", "<eos>", "<user>", "<bot>"]
+PLAIN = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "see", "it", "."]
+WORDS = [*SPECIAL, *PLAIN]
 TEMPLATE = (
     "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}<bot> {% endif %}"
@@ -21,7 +23,8 @@ def word_tokenizer() -> Any:
 
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(
         tokenizer_object=core,
         unk_token="<unk>",
         eos_token="<eos>",
@@ -37,7 +40,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from specdec.testing import tiny_target
 
     folder = tmp_path_factory.mktemp("model")
-    model = tiny_target(vocab=len(WORDS), eos_token_id=1)
+    model = tiny_target(vocab=len(WORDS), eos_token_id=1, seed=3)
     model.save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     return folder

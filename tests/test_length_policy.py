@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from specdec.length_policy import FallingLength, FixedLength
 
 SLOTS = np.array([0, 2])
 
 
-def ints(*values: int) -> np.ndarray:  # type: ignore[type-arg]
+def ints(*values: int) -> NDArray[np.int64]:
     return np.array(values)
 
 

@@ -438,8 +438,17 @@ META = torch.device("meta")
     ],
 )
 def test_a_wrong_draft_is_refused(answer: Any, said: str) -> None:
-    message = wrong(lambda: session(Toy(answer)).propose(STEP, None, K))
+    declared = Capabilities(writes_confidence=True)
+    message = wrong(lambda: session(Toy(answer), capabilities=declared).propose(STEP, None, K))
     assert message.startswith(f"propose with {said}")
+
+
+def test_confidence_has_to_be_declared() -> None:
+    answer = Draft(DRAFT.tokens, confidence=torch.ones(BATCH, K))
+    declared = Capabilities(writes_confidence=True)
+    assert session(Toy(answer), capabilities=declared).propose(STEP, None, K) is answer
+    message = wrong(lambda: session(Toy(answer)).propose(STEP, None, K))
+    assert message.startswith("propose with confidence, which its capabilities do not declare")
 
 
 def test_drafts_may_be_short_or_none_at_all() -> None:

@@ -45,7 +45,7 @@ STAMP = ".specdec-setup"
 
 # What mypy reads besides src/. Folders without Python in them are left out of the call: mypy
 # refuses them, and plugins/ is one for somebody who deleted every plugin.
-TYPED = ("plugins", "tests", "tools", "benchmarks", "models")
+TYPED = ("plugins", "tests", "tools", "benchmarks", "examples", "models")
 
 CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist")
 

@@ -176,7 +176,8 @@ def _attend(rows: Tensor, k_cache: Tensor, v_cache: Tensor, tile: Tile, rule: _R
         v = v[0][:, None].expand(-1, group, -1, -1)
         causal = tile.keys == q and not rule.limits(tile.keys)
         mask = None if causal and rule.plain else tile.mask(rule.window, rule.chunk, rows.dtype)
-        out = _softmax_attention(queries, k, v, mask, rule, _sinks(rule, kv_heads, group, q))
+        sinks = _sinks(rule, kv_heads, group, q)
+        out = _softmax_attention(queries, k, v, mask, rule, sinks, causal=mask is None)
         return out.permute(2, 0, 1, 3).reshape(q, heads, -1)
 
     # Query heads of one key head become further query rows: keys are not repeated, and a product
@@ -215,11 +216,20 @@ def _folded_sinks(rule: _Rule, kv_heads: int, group: int, q: int) -> Tensor | No
 
 
 def _softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    rule: _Rule,
+    sinks: Tensor | None,
+    *,
+    causal: bool = False,
 ) -> Tensor:
-    """Attention over 4-D tensors. Without a mask: causal if square, every key if one query row."""
+    """Attention over 4-D tensors. Without a mask every row sees every key, unless `causal`.
+
+    causal: rows and keys are the same tokens. Folded rows are not, even when there are as many.
+    """
     if rule.plain:
-        causal = mask is None and q.shape[-2] == k.shape[-2] > 1
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scaling
         )

@@ -68,25 +68,26 @@ def tiny_target(
     eos_token_id: int | None = None,
     **config: Any,
 ) -> LlamaForCausalLM:
-    """A small random Llama. scale: of its logits; larger gives a law with fewer contenders."""
+    """A small random Llama.
+
+    scale: of its logits; larger gives a law with fewer contenders. config: further settings of
+    `transformers.LlamaConfig`, and other values for those set here.
+    """
     torch.manual_seed(seed)
-    model = _built(
-        LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=max_model_len,
-            initializer_range=0.3,  # attention has to matter, or the output repeats itself
-            eos_token_id=eos_token_id,
-            bos_token_id=None,
-            pad_token_id=None,
-            **config,
-        ),
-        dtype,
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_model_len,
+        "initializer_range": 0.3,  # attention has to matter, or the output repeats itself
+        "eos_token_id": eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    model = _built(LlamaConfig(**{**settings, **config}), dtype)
     with torch.no_grad():
         model.lm_head.weight.mul_(scale)
     return model

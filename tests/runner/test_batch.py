@@ -172,6 +172,9 @@ class CheckingSpeculator(Speculator):
     def capabilities(self) -> Capabilities:
         return Capabilities(host_tokens=True)
 
+    def allocate(self, pools: Any) -> None:
+        self.max_rows = pools.max_rows
+
     def requests_changed(self, added: Any, preempted: Any, resumed: Any, finished: Any) -> None:
         for slot in finished:
             del self.cached[slot]
@@ -184,7 +187,7 @@ class CheckingSpeculator(Speculator):
         state, batch = step.state, step.batch
         assert batch & (batch - 1) == 0
         assert step.query_start.shape == step.logits_start.shape == (batch + 1,)
-        assert len(step.tokens) >= int(step.query_start[-1])
+        assert int(step.query_start[-1]) <= len(step.tokens) <= self.max_rows
         host = step.host
         assert host is not None
         assert host.slots.tolist() == step.slots.tolist()

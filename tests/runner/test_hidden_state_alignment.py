@@ -55,7 +55,10 @@ def family(name: str) -> PreTrainedModel:
 
 
 def own_states(model: Any, tokens: list[int]) -> Tensor:
-    """What `TargetOutputs` names: entering layers 0 to n - 1, leaving the last, after the norm."""
+    """What `TargetOutputs` names: entering layers 0 to n - 1, leaving the last, after the norm.
+
+    The latter stands there twice: these models expose nothing else before their head.
+    """
     decoder = model.get_decoder()
     layers = decoder.h if hasattr(decoder, "h") else decoder.layers
     seen: list[Tensor] = []
@@ -67,7 +70,8 @@ def own_states(model: Any, tokens: list[int]) -> Tensor:
     with torch.no_grad():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     handle.remove()
-    return torch.cat([*(s[0] for s in states[:LAYERS]), seen[0][0], states[LAYERS][0]], dim=-1)
+    last = states[LAYERS][0]
+    return torch.cat([*(s[0] for s in states[:LAYERS]), seen[0][0], last, last], dim=-1)
 
 
 @attrs.frozen
@@ -121,6 +125,7 @@ def test_features_equal_the_models_own_states_at_every_index(name: str, chunk: i
         "method": GuidedSpeculator,
         "layers": tuple(range(LAYERS + 1)),
         "post_norm": True,
+        "pre_head": True,
         "streams": {tuple(p): ids[0] for p, ids in zip(PROMPTS, plain, strict=True)},
         "num_speculative_tokens": 4,
     }

@@ -383,3 +383,16 @@ def test_a_refused_call_does_not_move_the_streams_of_later_requests() -> None:
             )
         (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
     assert [output.outputs[0].token_ids] == expected
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_context_as_long_as_the_heads_of_a_group_is_not_taken_for_a_chunk(kv_heads: int) -> None:
+    # query heads that share a key head stand as rows: as many rows as keys, and not causal
+    model = tiny_target(num_key_value_heads=kv_heads)
+    for length in range(1, 6):
+        prompt = list(range(57, 57 - length, -1))
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        params = SamplingParams(temperature=0, max_tokens=12)
+        assert emitted(model, [prompt], params) == [[expected[0, length:].tolist()]]
