@@ -103,7 +103,7 @@ def draws(law: torch.Tensor, count: int, length: int, last: int) -> list[list[in
     for _ in range(length):
         rows = torch.multinomial(law[rows], 1, generator=generator).squeeze(1)
         columns.append(rows)
-    return torch.stack(columns, dim=1).tolist()  # type: ignore[no-any-return]
+    return torch.stack(columns, dim=1).tolist()
 
 
 def test_the_statistic_is_near_its_degrees_of_freedom_for_the_right_law_only() -> None:
