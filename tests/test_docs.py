@@ -37,7 +37,7 @@ from specdec.checkpoints import pattern_problem
 from specdec.cli import main
 from specdec.runner.engine import Engine
 from specdec.sampling_params import _REFUSED
-from specdec.testing import tiny_target
+from specdec.testing import save_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -89,27 +89,10 @@ def is_installed(method: str) -> bool:
 # --- what a page finds ----------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model() -> tuple[Any, Any]:
-    """A tiny model and a tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast: Any = PreTrainedTokenizerFast  # its constructor has no types
-    wrapped = fast(tokenizer_object=tokenizer)
-    wrapped.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    return tiny_target(vocab=len(alphabet), max_model_len=512), wrapped
-
-
 @pytest.fixture
-def folder(model: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which a page runs."""
-    for part in model:
-        part.save_pretrained(tmp_path / "path-or-hub-id")
+    save_tiny_model(tmp_path / "path-or-hub-id", max_model_len=512)
     (tmp_path / "prompts.txt").write_text("Count: 1, 2, 3, 1, 2, 3\nHello\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdec.testing import tiny_target
+from specdec.testing import save_tiny_model
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LONGEST = 40  # lines
@@ -23,17 +23,8 @@ needs_ngram = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a random Llama and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     folder = str(tmp_path_factory.mktemp("model"))
-    tiny_target(vocab=len(alphabet)).save_pretrained(folder)
-    fast: Any = PreTrainedTokenizerFast  # its constructor has no types
-    fast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_tiny_model(folder)
     return folder
 
 

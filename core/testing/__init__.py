@@ -23,7 +23,7 @@ from specdec.testing.speculators import (
     RecordingSpeculator,
     WrongSpeculator,
 )
-from specdec.testing.targets import tiny_target, toy_target
+from specdec.testing.targets import save_tiny_model, tiny_target, toy_target
 
 __all__ = [
     "BigramSpeculator",
@@ -37,6 +37,7 @@ __all__ = [
     "assert_lossless",
     "assert_same_tokens",
     "emitted",
+    "save_tiny_model",
     "tiny_target",
     "toy_target",
 ]

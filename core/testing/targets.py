@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,3 +92,23 @@ def tiny_target(
     with torch.no_grad():
         model.lm_head.weight.mul_(scale)
     return model
+
+
+def save_tiny_model(folder: str | Path, **settings: Any) -> None:
+    """Write a `tiny_target` with a tokenizer and a chat template, as a folder that `LLM` loads.
+
+    settings: of `tiny_target`, except `vocab`. The tokenizer has a token per byte, so any text
+    goes in and comes out.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    fast: Any = PreTrainedTokenizerFast  # its constructor has no types
+    tokenizer = fast(tokenizer_object=bytewise)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    tiny_target(vocab=len(alphabet), **settings).save_pretrained(folder)
