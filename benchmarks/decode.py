@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from environment import environment
@@ -38,7 +38,7 @@ class Run:
         self.per_step = per_step
 
 
-def with_transformers(model: PreTrainedModel, ids: list[int], tokens: int, **options: Any) -> Run:
+def with_transformers(model: Any, ids: list[int], tokens: int, **options: Any) -> Run:
     """Transformers' own generate."""
     inputs = torch.tensor([ids])
     start = time.perf_counter()
@@ -66,8 +66,9 @@ def with_ours(llm: LLM, ids: list[int], tokens: int) -> Run:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything; returns the report."""
     kinds: dict[str, list[str]] = json.loads(args.prompts.read_text(encoding="utf-8"))
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
+    reference: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    reference.eval()
     plain = LLM(args.model, dtype="float32")
     ours = LLM(args.model, dtype="float32", speculative_config=args.speculative_config)
     k = ours.capabilities and args.lookup

@@ -15,12 +15,13 @@ import attrs
 from specdec.config import SpeculativeConfig
 from specdec.errors import ConfigError, PromptError
 from specdec.llm_keys import refuse
-from specdec.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+from specdec.outputs import RequestMetrics, RequestOutput, SpeculationMetrics
 from specdec.prompts import Prompt, is_chat, read_prompts
+from specdec.request import Request, check_prompt, check_stops
 from specdec.runner.assemble import Assembly, EngineSettings, assemble
 from specdec.runner.sequence import Sequence as Running
-from specdec.runner.state import MAX_STOP_IDS
 from specdec.sampling_params import SamplingParams
+from specdec.tokenizer import eos_ids, load_tokenizer
 from specdec_kernels import make_stream
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class LLM:
             )
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if not skip_tokenizer_init:
-            self.tokenizer = _load_tokenizer(
+            self.tokenizer = load_tokenizer(
                 model,
                 tokenizer,
                 revision=tokenizer_revision or revision,
@@ -128,7 +129,7 @@ class LLM:
                 "hf_overrides": hf_overrides,
             },
         )
-        self.eos_token_ids = _eos_ids(self._assembly.target.model, self.tokenizer)
+        self.eos_token_ids = eos_ids(self._assembly.target.model, self.tokenizer)
         self._ordinals = itertools.count()
 
     # -- what was loaded ---------------------------------------------------
@@ -243,7 +244,7 @@ class LLM:
         """
         return self._stream(self._requests(prompts, sampling_params))
 
-    def _stream(self, requests: list[_Request]) -> Iterator[RequestOutput]:
+    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
         with closing(self._run(requests, every_step=True)) as running:
             for request in running:
                 yield request.output(self.tokenizer, final=request.finished)
@@ -252,7 +253,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[_Request]:
+    ) -> list[Request]:
         """Check everything before anything runs."""
         loaded = self._loaded
         texts = read_prompts(prompts, self.tokenizer)
@@ -274,10 +275,13 @@ class LLM:
         for other in params:
             if not isinstance(other, SamplingParams):
                 raise PromptError(f"sampling_params holds {other!r}, which is no SamplingParams")
+        vocab = loaded.target.vocab_size
         for number, (prompt, one) in enumerate(zip(texts, params, strict=True)):
             where = f"prompt {number}" if len(texts) > 1 else "the prompt"
-            _check_prompt(prompt.token_ids, where, loaded)
-            _check_stops(one, self.eos_token_ids, where, loaded)
+            check_prompt(
+                prompt.token_ids, where, vocab_size=vocab, max_model_len=loaded.max_model_len
+            )
+            check_stops(one, self.eos_token_ids, where, vocab_size=vocab)
             loaded.engine.scheduler.check(self._longest(prompt.token_ids, one), where)
         # ordinals are taken only once every prompt is known to be good
         return [
@@ -291,7 +295,7 @@ class LLM:
             return self.max_model_len
         return min(self.max_model_len, len(ids) + params.max_tokens)
 
-    def _request(self, text: str | None, ids: list[int], params: SamplingParams) -> _Request:
+    def _request(self, text: str | None, ids: list[int], params: SamplingParams) -> Request:
         ordinal = next(self._ordinals)
         seed = params.seed
         if seed is None:
@@ -315,9 +319,9 @@ class LLM:
             )
             for index in range(params.n)
         ]
-        return _Request(prompt=text, sequences=sequences, metrics=metrics)
+        return Request(prompt=text, sequences=sequences, metrics=metrics)
 
-    def _run(self, requests: list[_Request], *, every_step: bool) -> Generator[_Request]:
+    def _run(self, requests: list[Request], *, every_step: bool) -> Generator[Request]:
         """Run until the requests have ended; yield those that ended, or that moved in a step."""
         engine = self._loaded.engine
         owner = {id(s): r for r in requests for s in r.sequences}
@@ -332,7 +336,7 @@ class LLM:
             while left:
                 if not news:
                     self._loaded.engine.step()
-                moved: dict[int, _Request] = {}
+                moved: dict[int, Request] = {}
                 for sequence in news:
                     if sequence.finish_reason is not None:
                         left.discard(id(sequence))
@@ -358,143 +362,7 @@ class LLM:
         self.close()
 
 
-@attrs.define(eq=False)
-class _Request:
-    """A prompt with its completions."""
-
-    prompt: str | None
-    sequences: list[Running]
-    metrics: RequestMetrics
-
-    @property
-    def finished(self) -> bool:
-        return all(s.finish_reason is not None for s in self.sequences)
-
-    def output(self, tokenizer: PreTrainedTokenizerBase | None, *, final: bool) -> RequestOutput:
-        """Its output so far."""
-        speculation = SpeculationMetrics()
-        for sequence in self.sequences:
-            speculation.add(sequence.metrics.speculative_decoding)
-        own = [s.metrics for s in self.sequences]
-        starts = [m.first_scheduled_time for m in own if m.first_scheduled_time is not None]
-        firsts = [m.first_token_time for m in own if m.first_token_time is not None]
-        ends = [m.finished_time for m in own if m.finished_time is not None]
-        errors = [s.error for s in self.sequences if s.error is not None]
-        return RequestOutput(
-            request_id=self.sequences[0].request_id,
-            prompt=self.prompt,
-            prompt_token_ids=list(self.sequences[0].prompt),
-            outputs=[
-                CompletionOutput(
-                    index=s.index,
-                    text=_text(s, tokenizer),
-                    token_ids=list(s.emitted),
-                    finish_reason=s.finish_reason,
-                    stop_reason=s.stop_reason,
-                )
-                for s in self.sequences
-            ],
-            finished=final and self.finished,
-            metrics=attrs.evolve(
-                self.metrics,
-                first_scheduled_time=min(starts, default=None),
-                first_token_time=min(firsts, default=None),
-                finished_time=max(ends, default=None) if self.finished else None,
-                num_generated_tokens=sum(len(s.emitted) for s in self.sequences),
-                speculative_decoding=speculation,
-            ),
-            error="; ".join(dict.fromkeys(errors)) or None,
-        )
-
-
-def _text(sequence: Running, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    params = sequence.params
-    if tokenizer is None or not params.detokenize or not sequence.emitted:
-        return ""
-    text = str(tokenizer.decode(sequence.emitted, skip_special_tokens=params.skip_special_tokens))
-    # a token can end inside a character: hold that back until the rest of it is there
-    return text if sequence.finish_reason is not None else text.rstrip("\ufffd")
-
-
 def _seed(seed: object) -> int:
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
         raise ConfigError(f"seed is {seed!r}, but it has to be an integer of 64 bits")
     return seed
-
-
-def _check_prompt(ids: Sequence[int], where: str, loaded: Assembly) -> None:
-    if not ids:
-        raise PromptError(f"{where} is empty; give at least one token")
-    vocab = loaded.target.vocab_size
-    wrong = next((i for i in ids if not 0 <= i < vocab), None)
-    if wrong is not None:
-        raise PromptError(f"{where} holds the token id {wrong}; ids are 0 to {vocab - 1}")
-    if len(ids) >= loaded.max_model_len:
-        raise PromptError(
-            f"{where} has {len(ids)} tokens, but max_model_len is {loaded.max_model_len} and at "
-            "least one token has to be generated; shorten it, or raise max_model_len"
-        )
-
-
-def _check_stops(params: SamplingParams, eos: frozenset[int], where: str, loaded: Assembly) -> None:
-    stops = frozenset(params.stop_token_ids or ())
-    wrong = [i for i in stops if i >= loaded.target.vocab_size]
-    if wrong:
-        raise PromptError(
-            f"{where}: stop_token_ids holds {wrong[0]}; ids are 0 to {loaded.target.vocab_size - 1}"
-        )
-    if len(stops | eos) > MAX_STOP_IDS:
-        raise PromptError(f"{where}: more than {MAX_STOP_IDS} stop tokens")
-
-
-def _load_tokenizer(
-    model: str | Path | PreTrainedModel,
-    tokenizer: str | Path | PreTrainedTokenizerBase | None,
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
-    token: str | bool | None,
-    extra: dict[str, Any],
-) -> PreTrainedTokenizerBase | None:
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        return tokenizer
-    source = tokenizer
-    if source is None and isinstance(model, str | Path):
-        source = model
-    elif not isinstance(source, str | Path | None):
-        raise ConfigError(
-            f"tokenizer is of type {type(source).__name__}; give a folder, a Hub id or a "
-            "transformers tokenizer"
-        )
-    if source is None:
-        return None  # a module that was passed in: prompts come as ids unless one is given
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(source),
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            token=token,
-            **extra,
-        )
-    except Exception as error:  # transformers raises many kinds for one cause
-        if tokenizer is None and not Path(str(source)).is_dir():
-            return None  # no such model either: its own error says it better
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        raise ConfigError(
-            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {reason}) "
-            "- name another with tokenizer=, or pass skip_tokenizer_init=True and token ids"
-        ) from error
-
-
-def _eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """End-of-sequence tokens: of the generation config, the config and the tokenizer."""
-    found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        if isinstance(value, int):
-            found.add(value)
-        elif isinstance(value, list | tuple):
-            found.update(value)
-    return frozenset(i for i in found if i >= 0)

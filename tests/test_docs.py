@@ -35,6 +35,7 @@ import pytest
 from specdec import LLM, SamplingParams, SpeculativeConfig, Speculator, plugins
 from specdec.checkpoints import pattern_problem
 from specdec.cli import main
+from specdec.runner.drafting import Drafting
 from specdec.runner.engine import Engine
 from specdec.sampling_params import _REFUSED
 from specdec.testing import save_tiny_model
@@ -291,8 +292,8 @@ def test_names_and_files_that_are_mentioned_exist(page: Path) -> None:
     for word in re.findall(r"`([^`\n]+)`", prose(page)):
         if re.fullmatch(r"specdec(_kernels)?(\.\w+)+", word) and word not in GROUPS:
             resolve(word)
-        elif re.fullmatch(r"Engine\.\w+", word):
-            assert hasattr(Engine, word.partition(".")[2]), word
+        elif found := re.fullmatch(r"(Engine|Drafting)\.(\w+)", word):
+            assert hasattr({"Engine": Engine, "Drafting": Drafting}[found[1]], found[2]), word
         elif re.match(FOLDERS, word) and "NAME" not in word:
             assert (ROOT / word).exists(), f"{page.name} mentions {word}"
 

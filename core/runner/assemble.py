@@ -13,12 +13,16 @@ import torch
 from specdec import checkpoints, plugins
 from specdec.acceptance import conditional, rates_for_length
 from specdec.config import SpeculativeConfig
-from specdec.errors import ConfigError, OutOfMemoryError, PluginError, SpecdecError
+from specdec.errors import ConfigError, PluginError, SpecdecError
 from specdec.legality import Agreement, settle
 from specdec.length_policy import FallingLength, FixedLength, LengthPolicy
 from specdec.length_table import drafts_by_batch
-from specdec.runner.engine import Drafting, Engine, kernel_verify
-from specdec.runner.kv_cache import BlockPool, KVSpec, PagedKVCache
+from specdec.runner import memory
+from specdec.runner.drafting import Drafting
+from specdec.runner.engine import Engine
+from specdec.runner.kv_cache import BlockPool
+from specdec.runner.memory import BLOCK_SIZE
+from specdec.runner.sampling import kernel_verify
 from specdec.runner.scheduler import Scheduler
 from specdec.runner.state import Slots
 from specdec.runner.target import TargetModel
@@ -31,9 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BLOCK_SIZE = 16  # tokens per page
-MEMORY_SHARE = 0.4  # of the free memory that the cache takes at most by itself
-CPU_MEMORY = 4 << 30  # bytes, and no more than this on a CPU
 UNLIMITED_LEN = 32768  # context of a model that names no limit
 
 
@@ -235,45 +236,24 @@ def _engine(
     drafts = agreement.drafts if agreement else 0
     lookahead = capabilities.lookahead_slots if capabilities else 0
     max_blocks = -(-(max_model_len + lookahead) // BLOCK_SIZE)
-    num_blocks, kv = _memory(target, capabilities, settings, max_blocks)
+    pages = memory.allocate(
+        target,
+        capabilities.kv_layers if capabilities else (),
+        budget=settings.kv_cache_memory,
+        sequences=settings.max_num_seqs,
+        max_blocks=max_blocks,
+    )
     slots = Slots(settings.max_num_seqs, max_model_len, max_blocks, drafts, target.device)
     scheduler = Scheduler(
-        slots, BlockPool(num_blocks), BLOCK_SIZE, settings.max_num_batched_tokens, lookahead
+        slots, BlockPool(pages.num_blocks), BLOCK_SIZE, settings.max_num_batched_tokens, lookahead
     )
-    drafting = None
-    if speculator is not None and capabilities and agreement and config:
-        pools = Pools(
-            kv=kv,
-            target_kv=tuple(
-                (target.cache.k(i), target.cache.v(i)) for i in range(target.num_layers)
-            ),
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=settings.max_num_seqs,
-            max_drafts=drafts,
-            max_rows=settings.max_num_batched_tokens + settings.max_num_seqs * (drafts + 1),
-        )
-        _call(label, "allocate", lambda: speculator.allocate(pools))
-        reach = [n for n in (capabilities.max_context, config.max_model_len) if n is not None]
-        drafting = Drafting(
-            speculator=speculator,
-            capabilities=capabilities,
-            agreement=agreement,
-            policy=_policy(config, drafts, settings.max_num_seqs),
-            max_context=min([max_model_len, *reach]),
-            acceptance_rates=_rates(config, drafts, target.device),
-        )
     rule = agreement.rule.name if agreement else "coupled"
+    rates = _rates(config, drafts, target.device) if config else None
 
     def verify(step: Step, draft: Draft, logits: torch.Tensor) -> Verdict:
+        predicted = step.positions[step.logits_rows] + 1
         return kernel_verify(
-            step,
-            step.positions[step.logits_rows] + 1,
-            logits,
-            draft.tokens,
-            method=rule,
-            q=draft.q,
-            acceptance_rates=drafting.acceptance_rates if drafting else None,
+            step, predicted, logits, draft.tokens, method=rule, q=draft.q, acceptance_rates=rates
         )
 
     session = Session(
@@ -286,6 +266,28 @@ def _engine(
         capabilities=capabilities,
         observers=observers,
     )
+    drafting = None
+    if speculator is not None and capabilities and agreement and config:
+        pools = Pools(
+            kv=pages.drafter,
+            target_kv=pages.target,
+            num_blocks=pages.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=settings.max_num_seqs,
+            max_drafts=drafts,
+            max_rows=settings.max_num_batched_tokens + settings.max_num_seqs * (drafts + 1),
+        )
+        _call(label, "allocate", lambda: speculator.allocate(pools))
+        reach = [n for n in (capabilities.max_context, config.max_model_len) if n is not None]
+        drafting = Drafting(
+            speculator=speculator,
+            capabilities=capabilities,
+            session=session,
+            slots=slots,
+            agreement=agreement,
+            policy=_policy(config, drafts, settings.max_num_seqs),
+            max_context=min([max_model_len, *reach]),
+        )
     return Engine(
         target=target, slots=slots, scheduler=scheduler, session=session, drafting=drafting
     )
@@ -307,43 +309,3 @@ def _rates(config: SpeculativeConfig, drafts: int, device: torch.device) -> torc
     if rates is None:
         return None
     return torch.tensor(conditional(rates), dtype=torch.float32, device=device)
-
-
-def _memory(
-    target: TargetModel,
-    capabilities: Capabilities | None,
-    settings: EngineSettings,
-    max_blocks: int,
-) -> tuple[int, tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
-    """Allocate the target's pages and the drafter's; both follow the same block tables."""
-    layers = capabilities.kv_layers if capabilities else ()
-    specs = [(KVSpec(i.heads, i.k_dim, i.v_dim, i.window), i.dtype or target.dtype) for i in layers]
-    per_block = PagedKVCache.bytes_per_block(target.kv_specs, BLOCK_SIZE, target.dtype)
-    for spec, dtype in specs:
-        per_block += PagedKVCache.bytes_per_block([spec], BLOCK_SIZE, dtype)
-    most = 1 + settings.max_num_seqs * max_blocks  # block 0 belongs to nobody
-    budget = settings.kv_cache_memory
-    if budget is None:
-        budget = int(MEMORY_SHARE * _free_memory(target.device))
-        if target.device.type == "cpu":
-            budget = min(budget, CPU_MEMORY)
-    num_blocks = min(most, budget // per_block)
-    if num_blocks < 2:
-        raise OutOfMemoryError(
-            f"the key-value cache needs {2 * per_block} bytes at least, "
-            f"but {budget} are given to it; raise kv_cache_memory"
-        )
-    target.allocate(num_blocks, BLOCK_SIZE)
-    kv = []
-    for spec, dtype in specs:
-        cache = PagedKVCache([spec], num_blocks, BLOCK_SIZE, dtype, target.device)
-        kv.append((cache.k(0), cache.v(0)))
-    return num_blocks, tuple(kv)
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil  # type: ignore[import-untyped]
-
-    return int(psutil.virtual_memory().available)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import attrs
 import numpy as np
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from specdec.runner.scheduler import Schedule
 from specdec.runner.state import Slots
 from specdec.runner.target import Rows
-from specdec.types import HostStep, Step, TargetOutputs
+from specdec.types import Step
 
 Ints = NDArray[np.int64]
 
@@ -109,45 +107,6 @@ def build(schedule: Schedule, slots: Slots, *, pad_rows: int, device: torch.devi
         rows=rows,
         drafts=put(drafts),
         predicted=step.positions[step.logits_rows] + 1,
-    )
-
-
-def only(step: Step, request: int) -> Step:
-    """The same step with one request in it, and its rows."""
-    first, last = (int(x) for x in step.query_start[request : request + 2])
-    read, end = (int(x) for x in step.logits_start[request : request + 2])
-    one = slice(request, request + 1)
-    host = step.host
-    return attrs.evolve(
-        step,
-        tokens=step.tokens[first:last],
-        positions=step.positions[first:last],
-        query_start=step.query_start[request : request + 2] - first,
-        slots=step.slots[one],
-        num_drafts=step.num_drafts[one],
-        is_prefill=step.is_prefill[one],
-        samples=step.samples[one],
-        logits_rows=step.logits_rows[read:end] - first,
-        logits_start=step.logits_start[request : request + 2] - read,
-        valid_rows=step.valid_rows[one],
-        next_token=step.next_token[one],
-        k=step.k[one],
-        host=None
-        if host is None
-        else HostStep(
-            slots=host.slots[one], k=host.k[one], history=host.history, length=host.length
-        ),
-    )
-
-
-def only_outputs(outputs: TargetOutputs, step: Step, request: int) -> TargetOutputs:
-    """What the target left behind for one request of the step."""
-    first, last = (int(x) for x in step.query_start[request : request + 2])
-    captured: Mapping[int, Tensor] = {i: t[first:last] for i, t in outputs.captured.items()}
-    return TargetOutputs(
-        captured=captured,
-        post_norm=None if outputs.post_norm is None else outputs.post_norm[first:last],
-        pre_head=None if outputs.pre_head is None else outputs.pre_head[first:last],
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable
 
 import attrs
 import numpy as np
@@ -13,39 +12,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import specdec_kernels
-from specdec.errors import SpecdecError, SpeculatorError
-from specdec.legality import Agreement
-from specdec.length_policy import LengthPolicy
+from specdec.errors import SpeculatorError
 from specdec.outputs import FinishReason, SpeculationMetrics
-from specdec.runner.batch import Batch, build, only, only_outputs
+from specdec.runner.batch import Batch, build
 from specdec.runner.commit import Commit, commit
+from specdec.runner.drafting import Drafting
+from specdec.runner.isolation import Failures
+from specdec.runner.sampling import draw
 from specdec.runner.scheduler import Scheduler
 from specdec.runner.sequence import Sequence
 from specdec.runner.state import SKIPS, Slots
 from specdec.runner.target import TargetModel
 from specdec.session import Session
-from specdec.speculator import Speculator
-from specdec.types import Capabilities, Draft, HostStep, Step, TargetOutputs, Verdict
-from specdec_kernels import DenseQ, SparseQ
+from specdec.types import HostStep, Step, TargetOutputs
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Ints = NDArray[np.int64]
-
-NOTHING, BUDGET, CONTEXT, POLICY = range(4)  # into SKIPS
-
-
-@attrs.define(eq=False)
-class Drafting:
-    """The speculator's side of the loop, as the engine needs it."""
-
-    speculator: Speculator
-    capabilities: Capabilities
-    agreement: Agreement
-    policy: LengthPolicy
-    max_context: int  # longest sequence to draft for
-    acceptance_rates: Tensor | None = None  # conditional, [K], for synthetic verification
 
 
 class Engine:
@@ -71,8 +53,6 @@ class Engine:
         self.drafting = drafting
         self.pad_rows = pad_rows
         self.totals = SpeculationMetrics()
-        self._k = drafting.agreement.drafts if drafting else 0
-        self._q: Draft | None = None  # the last draft: its q is read when its tokens are verified
 
     @property
     def busy(self) -> bool:
@@ -103,7 +83,9 @@ class Engine:
                 self._finish(sequence, "error", reason)
             raise
 
+    @torch.inference_mode()
     def _step(self) -> None:
+        drafting = self.drafting
         self._admit()
         schedule = self.scheduler.schedule()
         if not len(schedule.slots):
@@ -111,16 +93,20 @@ class Engine:
         self.slots.upload()
         batch = build(schedule, self.slots, pad_rows=self.pad_rows, device=self.target.device)
         outputs = self.target.forward(batch.rows)
-        verdict, failed = self._verify(batch, outputs.logits)
+        failed: Failures = {}
+        if drafting is None:
+            verdict = draw(batch.step, batch.predicted, outputs.logits, columns=1)
+        else:
+            verdict, failed = drafting.verify(batch, outputs.logits)
         done = commit(batch, verdict, self.slots)
         self._record(batch, done, failed)
         step = self._committed(batch, done)
-        left = TargetOutputs(
-            captured=outputs.captured, post_norm=outputs.post_norm, pre_head=outputs.pre_head
-        )
-        drafts, failed = self._propose(step, left)
-        self._fail(step, failed)
-        self._plan(step, drafts)
+        if drafting is not None:
+            draft, failed = drafting.propose(
+                step, TargetOutputs(outputs.captured, outputs.post_norm, outputs.pre_head)
+            )
+            self._fail(step, failed)
+            drafting.plan(step, draft)
         for observer, error in self.session.step_finished(step, verdict):
             logger.error("the observer %r raised and was taken off", observer, exc_info=error)
 
@@ -178,58 +164,9 @@ class Engine:
         sequence.metrics.speculative_decoding.add(counted)
         self.totals.add(counted)
 
-    # -- verify ------------------------------------------------------------
-
-    def _verify(self, batch: Batch, logits: Tensor) -> tuple[Verdict, dict[int, str]]:
-        step = batch.step
-        if self.drafting is None or not bool((step.num_drafts > 0).any()):
-            return draw(step, batch.predicted, logits, batch.drafts), {}
-        q = self._q.q if self._q is not None else None
-        draft = Draft(tokens=batch.drafts, q=q)
-
-        def one(request: int) -> Verdict:
-            read, end = (int(x) for x in step.logits_start[request : request + 2])
-            alone = attrs.evolve(draft, tokens=draft.tokens[request : request + 1])
-            found = self.session.verify(only(step, request), alone, logits[read:end])
-            return attrs.evolve(found, rows=torch.where(found.rows >= 0, found.rows + read, -1))
-
-        try:
-            return self.session.verify(step, draft, logits), {}
-        except SpecdecError as error:
-            verdicts, failed = self._one_by_one(step, one, error)
-        empty = torch.full((1, self._k + 1), -1, dtype=torch.int64, device=self.target.device)
-        none = Verdict(tokens=empty, count=empty.new_zeros(1), rows=empty)
-        parts = [verdicts.get(b, none) for b in range(step.batch)]
-        return Verdict(
-            tokens=torch.cat([p.tokens for p in parts]),
-            count=torch.cat([p.count for p in parts]),
-            rows=torch.cat([p.rows for p in parts]),
-        ), failed
-
-    def _one_by_one(
-        self, step: Step, call: Callable[[int], T], error: SpecdecError
-    ) -> tuple[dict[int, T], dict[int, str]]:
-        """Ask for every request alone, after a call for all of them raised.
-
-        Returns the answers and, for requests whose own call raised, the reasons.
-        """
-        logger.error("%s; asking request by request", error, exc_info=error)
-        answers: dict[int, T] = {}
-        failed: dict[int, str] = {}
-        requests = [b for b, slot in enumerate(step.slots.tolist()) if slot >= 0]
-        for request in requests:
-            if len(requests) == 1:
-                failed[request] = str(error)
-                break
-            try:
-                answers[request] = call(request)
-            except SpecdecError as own:
-                failed[request] = str(own)
-        return answers, failed
-
     # -- commit ------------------------------------------------------------
 
-    def _record(self, batch: Batch, done: Commit, failed: dict[int, str]) -> None:
+    def _record(self, batch: Batch, done: Commit, failed: Failures) -> None:
         """Hand the committed tokens to their sequences and end those that are done."""
         now = time.perf_counter()
         drafted = done.drafted
@@ -262,7 +199,11 @@ class Engine:
     def _committed(self, batch: Batch, done: Commit) -> Step:
         """The step with its commit fields, and how many drafts everybody is given next."""
         slots, schedule = self.slots, batch.schedule
-        k = self._wanted(schedule.slots, done)
+        going = done.samples & ~done.stopped & ~done.full
+        going &= np.fromiter((s in self.scheduler.running for s in schedule.slots.tolist()), bool)
+        k = np.zeros(len(going), dtype=np.int64)
+        if self.drafting is not None:
+            k = self.drafting.wanted(schedule.slots, going)
         padding = batch.step.batch - len(k)
         device = self.target.device
 
@@ -286,139 +227,8 @@ class Engine:
             host=host,
         )
 
-    def _wanted(self, which: Ints, done: Commit) -> Ints:
-        """Drafts that each request of the step is given, [batch]; 0 for those that ended."""
-        if self.drafting is None:
-            return np.zeros(len(which), dtype=np.int64)
-        slots = self.slots
-        room = slots.max_length[which] - slots.length[which] - 1  # the last token needs no draft
-        reach = self.drafting.max_context - slots.length[which]
-        chosen = self.drafting.policy.choose(which, running=len(which))
-        k = np.minimum(chosen, np.minimum(room, reach)).clip(0, self._k)
-        going = done.samples & ~done.stopped & ~done.full
-        going &= np.fromiter(
-            (s in self.scheduler.running for s in which.tolist()), bool, len(which)
-        )
-        slots.skip[which] = np.where(
-            chosen <= 0, POLICY, np.where(room <= 0, BUDGET, np.where(reach <= 0, CONTEXT, NOTHING))
-        )
-        return np.where(going, k, 0)
-
-    # -- propose and plan --------------------------------------------------
-
-    def _propose(self, step: Step, outputs: TargetOutputs) -> tuple[Draft | None, dict[int, str]]:
-        if self.drafting is None:
-            return None, {}
-
-        def ask(step: Step, outputs: TargetOutputs) -> Draft | None:
-            hidden = self.session.extract_hidden_states(step, outputs)
-            return self.session.propose(step, hidden, self._k)
-
-        def alone(request: int) -> Draft | None:
-            draft = ask(only(step, request), only_outputs(outputs, step, request))
-            if draft is None:
-                return None
-            # copies: the next call may write to the same tensors
-            slot = int(step.slots[request])
-            return Draft(
-                tokens=draft.tokens[0].clone(),
-                q=None if draft.q is None else type(draft.q)(*(p[slot].clone() for p in draft.q)),
-            )
-
-        try:
-            return ask(step, outputs), {}
-        except SpecdecError as error:
-            answers, failed = self._one_by_one(step, alone, error)
-        return join(step, {b: d for b, d in answers.items() if d is not None}, self._k), failed
-
-    def _fail(self, step: Step, failed: dict[int, str]) -> None:
+    def _fail(self, step: Step, failed: Failures) -> None:
         for request, reason in failed.items():
             sequence = self.scheduler.running.get(int(step.slots[request]))
             if sequence is not None:
                 self._finish(sequence, "error", reason)
-
-    def _plan(self, step: Step, draft: Draft | None) -> None:
-        """Keep the drafts for the next step, cut to what each request was given.
-
-        A plan only shortens, and never looks at what the drafts are.
-        """
-        if self.drafting is None:
-            return
-        self._q = draft
-        slots = self.slots
-        which = step.slots.cpu().numpy()
-        valid = which >= 0
-        if draft is None:
-            slots.num_drafts[which[valid]] = 0
-            return
-        tokens = draft.tokens.cpu().numpy()[valid]
-        k = step.k.cpu().numpy()[valid]
-        given = (tokens >= 0) & (np.arange(tokens.shape[1]) < k[:, None])
-        length = np.cumprod(given, axis=1).sum(axis=1)
-        slots.drafts[which[valid]] = tokens
-        slots.num_drafts[which[valid]] = length
-
-
-def join(step: Step, drafts: Mapping[int, Draft], k: int) -> Draft:
-    """One draft of the whole step from those of single requests, each without its batch axis."""
-    tokens = step.next_token.new_full((step.batch, k), -1)
-    for request, draft in drafts.items():
-        tokens[request] = draft.tokens
-    laws = {int(step.slots[b]): d.q for b, d in drafts.items() if d.q is not None}
-    shapes = {tuple(part.shape for part in law) for law in laws.values()}
-    if len(laws) < len(drafts) or len(shapes) != 1:
-        # judged as if they were certain, drafts of any law leave the output exact
-        return Draft(tokens=tokens)
-    first = next(iter(laws.values()))
-    slots = step.state.length.shape[0]
-    whole = type(first)(*(part.new_zeros((slots, *part.shape)) for part in first))
-    for slot, law in laws.items():
-        for into, part in zip(whole, law, strict=True):
-            into[slot] = part
-    return Draft(tokens=tokens, q=whole)
-
-
-def draw(step: Step, predicted: Tensor, logits: Tensor, drafts: Tensor) -> Verdict:
-    """Draw one token for every request with logits: plain decoding, the same noise with k = 0."""
-    return kernel_verify(step, predicted, logits, drafts[:, :0], method="coupled", width=drafts)
-
-
-def kernel_verify(
-    step: Step,
-    predicted: Tensor,
-    logits: Tensor,
-    drafts: Tensor,
-    *,
-    method: str,
-    q: DenseQ | SparseQ | None = None,
-    acceptance_rates: Tensor | None = None,
-    width: Tensor | None = None,
-) -> Verdict:
-    """Ask the kernels. width: a tensor whose columns the answer is padded to."""
-    state = step.state
-    found = specdec_kernels.verify(
-        logits,
-        step.logits_start,
-        drafts,
-        predicted,
-        step.slots,
-        specdec_kernels.Sampling(
-            stream=state.stream,
-            temperature=state.temperature,
-            top_k=state.top_k,
-            top_p=state.top_p,
-            min_p=state.min_p,
-        ),
-        method=method,
-        q=q,
-        acceptance_rates=acceptance_rates,
-    )
-    missing = 0 if width is None else width.shape[1] - drafts.shape[1]
-    if not missing:
-        return Verdict(tokens=found.tokens, count=found.count, rows=found.rows)
-    pad = torch.nn.functional.pad
-    return Verdict(
-        tokens=pad(found.tokens, (0, missing), value=-1),
-        count=found.count,
-        rows=pad(found.rows, (0, missing), value=-1),
-    )

@@ -49,8 +49,8 @@ class Scheduler:
     """Admits, schedules and retires sequences.
 
     lookahead: cache places past its end that a sequence may write drafts to.
-    chunk: prompt tokens at most that one request contributes to a step, and all together unless
-        one alone is longer. Chunks start at multiples of it, whatever else runs.
+    chunk: prompt tokens at most that a step computes. A request's chunks start at multiples of
+        it, whatever else runs.
     """
 
     def __init__(
@@ -144,11 +144,10 @@ class Scheduler:
         left = state.length[running] - state.computed[running]
         decoding = (left == 1) & (state.computed[running] >= state.prompt_length[running])
         decode = np.sort(running[decoding])
-        # prompts come in order of arrival; the first always gets its chunk
+        # prompts come in order of arrival, each with the whole of its next chunk or not at all
         prefill, left = running[~decoding], left[~decoding]
         chunks = np.minimum(left, self.chunk)
         fits = np.cumsum(chunks) <= self.chunk
-        fits[:1] = True
         prefill, left, chunks = prefill[fits], left[fits], chunks[fits]
         ones = np.ones(len(decode), dtype=bool)
         return Schedule(

@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec import LLM, Capabilities, Draft, SamplingParams, Speculator, Step, hookimpl
-from specdec.runner.batch import build, only, only_outputs, padded_batch
+from specdec.runner.batch import build, padded_batch
+from specdec.runner.isolation import only, only_outputs
 from specdec.runner.scheduler import Schedule
 from specdec.runner.state import Slots
 from specdec.testing import (
@@ -246,7 +247,7 @@ def test_every_step_that_is_shown_keeps_the_promises_of_its_fields() -> None:
         for n in range(6)
     ]
     model = tiny_target(eos_token_id=0)
-    config = {"method": CheckingSpeculator, "num_speculative_tokens": 3, "length_policy": "falling"}
+    config = {"method": CheckingSpeculator, "num_speculative_tokens": 3}
     with LLM(model, speculative_config=config, max_num_seqs=3, max_num_batched_tokens=6) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         speculator = llm.speculator

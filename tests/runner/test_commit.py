@@ -80,6 +80,7 @@ def test_tokens_after_a_stop_are_dropped_and_acceptance_is_counted_before() -> N
     assert done.full.tolist() == [False]
     assert done.accepted.tolist() == [3]
     assert done.next_token.tolist() == [8]
+    assert done.valid_rows.tolist() == [2]  # the third draft was accepted, but is not kept
     assert slots.accepted[0].tolist() == [1, 1, 1]
 
 

@@ -23,9 +23,15 @@ from specdec import (
     Verdict,
     hookimpl,
 )
-from specdec.runner.engine import join
+from specdec.runner.isolation import join
 from specdec.runner.state import Slots
-from specdec.testing import BigramSpeculator, RaisingSpeculator, tiny_target, toy_target
+from specdec.testing import (
+    BigramSpeculator,
+    RaisingSpeculator,
+    WrongSpeculator,
+    tiny_target,
+    toy_target,
+)
 from specdec.types import KVLayer, VerificationRule
 from specdec_kernels import DenseQ, SparseQ
 
@@ -274,6 +280,57 @@ def test_a_rule_that_breaks_ends_only_the_request_it_broke_for(
         assert "verify" in str(outputs[1].error)
 
 
+def test_verdicts_of_requests_asked_for_one_by_one_point_into_the_whole_step() -> None:
+    seen: list[tuple[Step, Verdict]] = []
+
+    class Watching:
+        @hookimpl
+        def step_finished(self, step: Step, verdict: Verdict) -> None:
+            if bool((step.tokens == 5).any()):
+                seen.append((step, verdict))
+
+    config = {"method": OwnRule, "rejection_sample_method": "own", "num_speculative_tokens": 2}
+    with LLM(counting(), speculative_config=config, observers=[Watching()]) as llm:
+        generate(llm, [[10], [3], [15]])
+    ((step, verdict),) = seen
+    assert step.logits_start.tolist() == [0, 3, 6, 9, 9]
+    assert verdict.count.tolist() == [3, 0, 3, 0]
+    assert verdict.rows.tolist() == [[0, 1, 2], [-1] * 3, [6, 7, 8], [-1] * 3]
+    assert verdict.tokens.tolist() == [[12, 13, 14], [-1] * 3, [17, 18, 19], [-1] * 3]
+
+
+def test_drafts_are_tested_once_even_if_none_follow_them() -> None:
+    class NowAndThen(Speculator):
+        def capabilities(self) -> Capabilities:
+            return Capabilities()
+
+        @hookimpl
+        def propose(self, step: Step, k: int) -> Draft | None:
+            if int(step.next_token[0]) == 4:
+                return Draft(tokens=torch.tensor([[9, 9]]))
+            return None
+
+    config = {"method": NowAndThen, "num_speculative_tokens": 2}
+    with LLM(counting(), speculative_config=config) as llm:
+        (output,) = generate(llm, [[1]])
+    numbers = output.metrics.speculative_decoding
+    assert (numbers.num_drafts, numbers.num_plain_steps) == (1, 6)
+
+
+def test_a_request_starts_with_all_its_drafts_whatever_became_of_the_one_before() -> None:
+    config = {
+        "method": WrongSpeculator,
+        "streams": {(n,): count(n + 1, 12) for n in (1, 2)},
+        "num_speculative_tokens": 4,
+        "length_policy": "falling",
+    }
+    with LLM(counting(), speculative_config=config, max_num_seqs=1) as llm:
+        one, two = generate(llm, [[1], [2]], max_tokens=12)
+    drafted = [o.metrics.speculative_decoding.drafted_per_pos for o in (one, two)]
+    assert drafted[0] == drafted[1]
+    assert 0 < drafted[0][3] < drafted[0][0]
+
+
 def test_a_speculator_that_always_raises_ends_every_request_and_not_the_engine() -> None:
     class Broken(Speculator):
         def capabilities(self) -> Capabilities:
@@ -478,7 +535,7 @@ def test_an_interrupt_in_a_step_ends_its_requests_and_leaves_the_llm_usable(
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("where", ["target.forward", "_plan", "_record", "scheduler.schedule"])
+@pytest.mark.parametrize("where", ["target.forward", "_committed", "_record", "scheduler.schedule"])
 def test_an_error_of_our_own_ends_every_running_request(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,9 +70,9 @@ def test_a_slot_that_was_freed_is_used_again_the_lowest_first() -> None:
     for one in first:
         some.add(one)
     some.admit()
-    for one in (first[2], first[0]):
+    for one in (first[0], first[2]):
         some.retire(one)
-    assert some.changes.finished == [2, 0]
+    assert some.changes.finished == [0, 2]
     for name in "de":
         some.add(sequence(name, 3))
     some.admit()

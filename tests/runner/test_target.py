@@ -386,17 +386,21 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 def test_states_before_the_head_are_what_the_model_exposes() -> None:
     model = llama()
     shown: dict[str, Tensor | None] = {"states": torch.arange(40.0).view(20, 2)}
-    model.get_mtp_target_hidden_states = lambda: shown["states"]
+    expose: Any = lambda: shown["states"]  # noqa: E731
+    model.get_mtp_target_hidden_states = expose
     target = TargetModel.load(model)
     target.capture([], post_norm=False, pre_head=True)
     outputs = target.forward(one_request(target, TOKENS))
     assert outputs.post_norm is None
     # the buffer is longer than the step: its first rows are the step's
+    assert outputs.pre_head is not None
     assert torch.equal(outputs.pre_head, torch.arange(40.0).view(20, 2)[: len(TOKENS)])
 
     shown["states"] = None
     target.capture([], post_norm=True, pre_head=True)
     outputs = target.forward(one_request(target, TOKENS))
+    assert outputs.pre_head is not None
+    assert outputs.post_norm is not None
     assert torch.equal(outputs.pre_head, outputs.post_norm)
 
     shown["states"] = torch.zeros(1, 2)
@@ -412,4 +416,6 @@ def test_states_before_the_head_are_the_normed_ones_of_a_model_that_exposes_none
     normed = target.forward(one_request(target, TOKENS))
     assert outputs.post_norm is None
     assert normed.pre_head is None
+    assert outputs.pre_head is not None
+    assert normed.post_norm is not None
     assert torch.equal(outputs.pre_head, normed.post_norm)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec import LLM, ConfigError, RequestOutput, SamplingParams
+from specdec.runner.drafting import Drafting
 from specdec.testing import (
     BigramSpeculator,
     ConstantSpeculator,
@@ -100,7 +101,12 @@ def test_the_raising_one_raises_at_its_token_and_drafts_nothing_before() -> None
     ],
 )
 def test_the_bigram_draws_in_every_way(
-    options: dict[str, Any], rule: str, drawn: str, form: str | None, kind: Any
+    options: dict[str, Any],
+    rule: str,
+    drawn: str,
+    form: str | None,
+    kind: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {
         "method": BigramSpeculator,
@@ -109,15 +115,14 @@ def test_the_bigram_draws_in_every_way(
         **options,
     }
     seen: list[Any] = []
+    plan = Drafting.plan
+
+    def keep(drafting: Drafting, step: Any, draft: Any) -> None:
+        seen.append(draft.q)
+        plan(drafting, step, draft)
+
+    monkeypatch.setattr(Drafting, "plan", keep)
     with LLM(counting(), speculative_config=config) as llm:
-        engine = llm._loaded.engine
-        plan = engine._plan
-
-        def keep(step: Any, draft: Any) -> None:
-            seen.append(draft.q)
-            plan(step, draft)
-
-        engine._plan = keep  # type: ignore[method-assign]
         params = SamplingParams(temperature=1, seed=1, max_tokens=9)
         (output,) = llm.generate(list(PROMPT), params, use_tqdm=False)
         assert llm.capabilities is not None

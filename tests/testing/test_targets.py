@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from specdec.testing import tiny_target, toy_target
+from specdec import LLM, SamplingParams
+from specdec.testing import save_tiny_model, tiny_target, toy_target
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 8, 9, 33])
@@ -49,3 +52,18 @@ def test_the_shape_of_a_tiny_target_can_be_chosen() -> None:
     assert model.config.max_position_embeddings == 40
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert not model.training
+
+
+def test_a_saved_tiny_model_takes_and_gives_text(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, seed=2)
+    with LLM(tmp_path) as llm:
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.decode(llm.tokenizer("naïve €")["input_ids"]) == "naïve €"
+        (output,) = llm.generate(
+            [{"role": "user", "content": "hi"}],
+            SamplingParams(temperature=0, max_tokens=5),
+            use_tqdm=False,
+        )
+    assert output.prompt == "hi\n"
+    assert len(output.outputs[0].token_ids) == 5
+    assert output.outputs[0].text

@@ -1,0 +1,79 @@
+"""How much memory the pages get, and the tensors behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from specdec.errors import OutOfMemoryError
+from specdec.runner.kv_cache import KVSpec, PagedKVCache
+from specdec.runner.target import TargetModel
+from specdec.types import KVLayer
+
+BLOCK_SIZE = 16  # tokens per page
+MEMORY_SHARE = 0.4  # of the free memory that the cache takes at most by itself
+CPU_MEMORY = 4 << 30  # bytes, and no more than this on a CPU
+
+KeysAndValues = tuple[Tensor, Tensor]
+
+
+@attrs.frozen(eq=False)
+class Pages:
+    """Pages of the target's and the drafter's layers; both follow the same block tables."""
+
+    num_blocks: int
+    target: tuple[KeysAndValues, ...]
+    drafter: tuple[KeysAndValues, ...]
+
+
+def allocate(
+    target: TargetModel,
+    layers: Sequence[KVLayer],
+    *,
+    budget: int | None,
+    sequences: int,
+    max_blocks: int,
+) -> Pages:
+    """Allocate pages for so many sequences of `max_blocks` pages, or as many as fit the budget.
+
+    layers: of the drafter. budget: bytes; by default a share of the free memory.
+
+    Raises:
+        OutOfMemoryError: the budget does not hold a page.
+    """
+    specs = [(KVSpec(i.heads, i.k_dim, i.v_dim, i.window), i.dtype or target.dtype) for i in layers]
+    per_block = PagedKVCache.bytes_per_block(target.kv_specs, BLOCK_SIZE, target.dtype)
+    for spec, dtype in specs:
+        per_block += PagedKVCache.bytes_per_block([spec], BLOCK_SIZE, dtype)
+    most = 1 + sequences * max_blocks  # block 0 belongs to nobody
+    if budget is None:
+        budget = int(MEMORY_SHARE * _free_memory(target.device))
+        if target.device.type == "cpu":
+            budget = min(budget, CPU_MEMORY)
+    num_blocks = min(most, budget // per_block)
+    if num_blocks < 2:
+        raise OutOfMemoryError(
+            f"the key-value cache needs {2 * per_block} bytes at least, "
+            f"but {budget} are given to it; raise kv_cache_memory"
+        )
+    target.allocate(num_blocks, BLOCK_SIZE)
+    drafter = []
+    for spec, dtype in specs:
+        cache = PagedKVCache([spec], num_blocks, BLOCK_SIZE, dtype, target.device)
+        drafter.append((cache.k(0), cache.v(0)))
+    return Pages(
+        num_blocks=num_blocks,
+        target=tuple((target.cache.k(i), target.cache.v(i)) for i in range(target.num_layers)),
+        drafter=tuple(drafter),
+    )
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil  # type: ignore[import-untyped]
+
+    return int(psutil.virtual_memory().available)
