@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("hatchling", reason="wheels are built with hatchling, which is not installed")
+
 PYPROJECT = """
 [build-system]
 requires = ["hatchling>=1.27"]

@@ -26,7 +26,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 # Gemma 2 attends eagerly when it runs by itself, and that rounds its softmax to float32
-TOLERANCE = {"llama": 1e-9, "mistral": 1e-9, "gemma2": 1e-5, "gpt2": 1e-9}
+TOLERANCE = {"llama": 1e-9, "mistral": 1e-9, "gemma2": 1e-4, "gpt2": 1e-9}
 
 
 def family(name: str) -> PreTrainedModel:
