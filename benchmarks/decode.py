@@ -71,11 +71,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     reference.eval()
     plain = LLM(args.model, dtype="float32")
     ours = LLM(args.model, dtype="float32", speculative_config=args.speculative_config)
-    k = ours.capabilities and args.lookup
     contenders: dict[str, Callable[[list[int]], Run]] = {
         "transformers": lambda ids: with_transformers(reference, ids, args.tokens),
         "transformers, prompt lookup": lambda ids: with_transformers(
-            reference, ids, args.tokens, prompt_lookup_num_tokens=k
+            reference, ids, args.tokens, prompt_lookup_num_tokens=args.lookup
         ),
         "specdec, plain": lambda ids: with_ours(plain, ids, args.tokens),
         f"specdec, {args.speculative_config}": lambda ids: with_ours(ours, ids, args.tokens),
@@ -85,7 +84,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     warm = True
     for kind, prompts in kinds.items():
         runs: dict[str, list[Run]] = {name: [] for name in names}
-        equal = []
+        equal = True
         for prompt in prompts:
             ids = tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True
@@ -98,8 +97,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 order = names[repetition % len(names) :] + names[: repetition % len(names)]
                 for name in order:
                     runs[name].append(contenders[name](ids))
-            last = [runs[name][-1].tokens for name in names]
-            equal.append(all(tokens == last[2] for tokens in last))
+                last = [runs[name][-1].tokens for name in names]
+                equal &= all(tokens == last[0] for tokens in last)
         medians = {name: statistics.median(r.rate for r in runs[name]) for name in names}
         spread = {
             name: [min(r.rate for r in runs[name]), max(r.rate for r in runs[name])]
@@ -112,7 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "tokens_per_second": medians,
                 "spread": spread,
                 "tokens_per_step": statistics.mean(steps),
-                "all_tokens_equal": all(equal),
+                "all_tokens_equal": equal,
             }
         )
         print(table(rows[-1:], names, header=len(rows) == 1), flush=True)
@@ -122,6 +121,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "environment": environment(),
         "model": Path(args.model).name,
         "dtype": "float32",
+        "speculative_config": args.speculative_config,
+        "prompt_lookup_num_tokens": args.lookup,
         "tokens": args.tokens,
         "repeat": args.repeat,
         "contenders": names,

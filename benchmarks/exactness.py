@@ -4,12 +4,13 @@
 
 Greedy, and temperature 0.8 with a seed per prompt, under coupled verification; batch 1 and 8;
 float32 with deterministic products. Exit status 1 if a token differs. Prompts come as one JSON
-object a line with `turns` (Spec-Bench) or `prompt`; every so manieth is taken.
+object a line with `turns` (Spec-Bench) or `prompt`; they are taken evenly spread over the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -80,6 +81,12 @@ def main() -> int:
                             "decoding": name,
                             "tokens": sum(map(len, tokens)),
                             "seconds": round(seconds, 2),
+                            "drafted": sum(
+                                o.metrics.speculative_decoding.num_draft_tokens for o in outputs
+                            ),
+                            "accepted": sum(
+                                o.metrics.speculative_decoding.num_accepted_tokens for o in outputs
+                            ),
                         }
                     )
                     print(results[-1], flush=True)
@@ -102,6 +109,9 @@ def main() -> int:
         "environment": environment(),
         "model": Path(args.model).name,
         "deterministic": not args.fast,
+        "speculative_config": args.speculative_config,
+        "prompts_file": args.prompts.name,
+        "prompts_sha256": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
         "prompts": len(prompts),
         "runs": results,
         "completions_that_differ": differing,

@@ -77,15 +77,17 @@ def make_step(batch: int, drafts: int, device: torch.device) -> Step:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
     rows = batch * (drafts + 1)
+    start = torch.arange(0, rows + 1, drafts + 1, device=device)
     slot, floats = ints(batch), torch.zeros(batch, device=device)
     state = SlotState(
         history=ints(batch, 64), length=slot, computed=slot, prompt_length=slot, stream=slot,
         temperature=floats, top_k=slot, top_p=floats, min_p=floats, block_tables=ints(batch, 4),
     )  # fmt: skip
     return Step(
-        tokens=ints(rows), positions=ints(rows), query_start=ints(batch + 1), slots=slot,
-        num_drafts=slot, is_prefill=slot.bool(), samples=slot.bool(), logits_rows=ints(rows),
-        logits_start=ints(batch + 1), valid_rows=slot, next_token=slot, k=slot, state=state,
+        tokens=ints(rows), positions=ints(rows), query_start=start, slots=slot,
+        num_drafts=slot + drafts, is_prefill=slot.bool(), samples=slot.bool(),
+        logits_rows=ints(rows), predicted=ints(rows), logits_start=start, valid_rows=slot,
+        next_token=slot, k=slot, state=state,
     )  # fmt: skip
 
 
@@ -118,7 +120,8 @@ def main() -> int:
     tokens = torch.randint(0, VOCAB, (batch, k + 1), device=device)
     draft = Draft(tokens=tokens[:, :k].contiguous())
     count = torch.full((batch,), k + 1, device=device)
-    verdict = Verdict(tokens=tokens, count=count, rows=torch.zeros_like(tokens))
+    rows = torch.arange(batch * (k + 1), device=device).view(batch, k + 1)
+    verdict = Verdict(tokens=tokens, count=count, rows=rows)
     features = torch.zeros(batch * (k + 1), 64, device=device)
     logits = torch.zeros(batch * (k + 1), 8, device=device)
     outputs = TargetOutputs(captured={}, post_norm=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 import torch
 
@@ -14,7 +15,7 @@ from specdec_kernels import DenseQ, SparseQ
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.types import QForm
+    from specdec.types import QForm, Step
 
 _Q = {"dense": DenseQ, "sparse": SparseQ}
 
@@ -59,6 +60,11 @@ class Answers:
         """An answer to `propose` that is not None."""
         if not isinstance(draft, Draft):
             raise self._wrong("propose", f"{_kind(draft)}; a specdec.Draft")
+        given: object = draft.tokens
+        if k == 0 and isinstance(given, torch.Tensor) and not given.numel():
+            # nothing was asked for; a tensor made of an empty list is of a float dtype
+            none = torch.empty((batch, 0), dtype=torch.int64, device=self.device)
+            return attrs.evolve(draft, tokens=none)
         self._check("propose", "draft tokens", draft.tokens, torch.int64, (batch, k))
         self._check_values("propose", "draft tokens", draft.tokens, -1, self.vocab_size - 1)
         if draft.confidence is not None:
@@ -75,25 +81,65 @@ class Answers:
             raise self._wrong("propose", "parents, which are reserved for trees; None")
         return draft
 
-    def verdict(self, verdict: object, rule: str, batch: int, k: int, logit_rows: int) -> Verdict:
-        """An answer to `verify` under a rule of the speculator's own."""
+    def verdict(self, verdict: object, rule: str, step: Step, drafts: Tensor) -> Verdict:
+        """An answer to `verify` under a rule of the speculator's own.
+
+        drafts: the tokens under test, [batch, K].
+        """
+        hook = f"verify under its own rule {rule!r}"
+        batch, k = drafts.shape
         if not isinstance(verdict, Verdict):
-            raise self._wrong(
-                "verify", f"{_kind(verdict)} under its own rule {rule!r}; a specdec.Verdict"
-            )
+            raise self._wrong(hook, f"{_kind(verdict)}; a specdec.Verdict")
         tokens, count, rows = verdict.tokens, verdict.count, verdict.rows
-        self._check("verify", "emitted tokens", tokens, torch.int64, (batch, k + 1))
-        self._check("verify", "counts", count, torch.int64, (batch,))
-        self._check("verify", "rows", rows, torch.int64, (batch, k + 1))
-        self._check_values("verify", "emitted tokens", tokens, -1, self.vocab_size - 1)
-        self._check_values("verify", "counts", count, 0, k + 1)
-        self._check_values("verify", "rows", rows, -1, logit_rows - 1)
+        self._check(hook, "emitted tokens", tokens, torch.int64, (batch, k + 1))
+        self._check(hook, "counts", count, torch.int64, (batch,))
+        self._check(hook, "rows", rows, torch.int64, (batch, k + 1))
+        self._check_values(hook, "emitted tokens", tokens, -1, self.vocab_size - 1)
         if self._reads_values:
-            emitted = np.arange(k + 1) < count.numpy()[:, None]
-            for what, value in (("tokens", tokens), ("rows", rows)):
-                if ((value.numpy() >= 0) != emitted).any():
-                    raise self._wrong("verify", f"{what} unlike their counts; that many, then -1,")
+            self._check_chain(hook, verdict, step, drafts)
         return verdict
+
+    def _check_chain(self, hook: str, verdict: Verdict, step: Step, drafts: Tensor) -> None:
+        """Whether a verdict emits what the step tests: a prefix of the drafts and one token."""
+        tokens, count, rows = (x.numpy() for x in (verdict.tokens, verdict.count, verdict.rows))
+        start, drafted = step.logits_start.numpy(), drafts.numpy()
+        column = np.arange(tokens.shape[1])
+        # who draws a token has a row of logits more than drafts, who does not has none
+        owned = start[1:] - start[:-1]
+        bad = (count > owned) | (count < np.minimum(owned, 1))
+        if bad.any():
+            b = bad.argmax()
+            allowed = f"1 to {owned[b]}" if owned[b] else "0"
+            raise self._wrong(
+                hook,
+                f"a count of {count[b]} for request {b}, which has {int(step.num_drafts[b])} "
+                f"drafts and {owned[b]} rows of logits; {allowed}",
+            )
+        emitted = column < count[:, None]
+        bad = (tokens >= 0) != emitted
+        if bad.any():
+            b = bad.any(1).argmax()
+            raise self._wrong(
+                hook,
+                f"tokens {tokens[b].tolist()} and a count of {count[b]} for request {b}; that "
+                "many tokens, then -1,",
+            )
+        # whatever has a token after it was accepted, so it is the draft of its column
+        bad = (tokens[:, :-1] != drafted) & emitted[:, 1:]
+        if bad.any():
+            b = bad.any(1).argmax()
+            raise self._wrong(
+                hook,
+                f"tokens {tokens[b, : count[b]].tolist()} for request {b}, whose drafts are "
+                f"{drafted[b].tolist()}; its first drafts, then one token",
+            )
+        expected = np.where(emitted, start[:-1, None] + column, -1)
+        bad = rows != expected
+        if bad.any():
+            b = bad.any(1).argmax()
+            raise self._wrong(
+                hook, f"rows {rows[b].tolist()} for request {b}; {expected[b].tolist()}"
+            )
 
     def _wrong(self, hook: str, what: str) -> SpeculatorError:
         return SpeculatorError(f"{self.label} answered the hook {hook} with {what} is expected")
@@ -103,6 +149,8 @@ class Answers:
     ) -> None:
         if not isinstance(value, torch.Tensor):
             raise self._wrong(hook, f"{what} of type {type(value).__name__}; a tensor")
+        if value.layout is not torch.strided or value.is_nested:
+            raise self._wrong(hook, f"{what} that are sparse or nested; a dense tensor")
         if value.dtype is not dtype:
             raise self._wrong(hook, f"{what} of dtype {value.dtype}; {dtype}")
         if value.shape != shape:
@@ -110,14 +158,14 @@ class Answers:
         self._check_device(hook, what, value)
 
     def _check_device(self, hook: str, what: str, value: Tensor) -> None:
-        if value.device != self.device and not _same(value.device, self.device):
+        if value.device != self.device and not same_device(value.device, self.device):
             raise self._wrong(hook, f"{what} on {value.device}; {self.device}")
 
     def _check_values(self, hook: str, what: str, value: Tensor, low: int, high: int) -> None:
         if not self._reads_values or not value.numel():
             return
         # numpy on a view is the cheaper call; unsigned, one comparison sees both bounds
-        values = value.detach().numpy()
+        values = value.detach().resolve_neg().numpy()
         if np.maximum.reduce((values - low).view(np.uint64), axis=None) > high - low:
             bad = values[(values < low) | (values > high)].flat[0]
             raise self._wrong(hook, f"{what} that hold {bad}; {low} to {high}")
@@ -134,12 +182,32 @@ class Answers:
                     "propose",
                     f"q.{name} of shape {list(value.shape)}; [{slots} slots, {k} or more, ...]",
                 )
+            kind = torch.int64 if name == "ids" else None
+            if not (value.dtype is kind if kind else value.is_floating_point()):
+                raise self._wrong(
+                    "propose", f"q.{name} of dtype {value.dtype}; {kind or 'a float dtype'}"
+                )
             self._check_device("propose", f"q.{name}", value)
+        ids = getattr(q, "ids", None)
+        if ids is not None and ids.shape != q.logits.shape:
+            raise self._wrong(
+                "propose",
+                f"q.ids of shape {list(ids.shape)} and q.logits of shape "
+                f"{list(q.logits.shape)}; one shape for both",
+            )
+        if not q.logits.shape[-1]:
+            raise self._wrong("propose", "q.logits without columns; 1 or more")
+        # the kernels read a row as it lies; the stride of a single column means nothing
+        if q.logits.shape[-1] > 1 and q.logits.stride(-1) != 1:
+            raise self._wrong(
+                "propose",
+                f"q.logits of strides {list(q.logits.stride())}; a contiguous last dimension",
+            )
 
 
-def _same(one: torch.device, other: torch.device) -> bool:
+def same_device(one: torch.device, other: torch.device) -> bool:
     """Whether two devices are one, `cuda` without a number being any of them."""
-    return one.type == other.type and not (":" in str(one) and ":" in str(other))
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
 def _kind(value: object) -> str:

@@ -37,6 +37,11 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def printable(text: object) -> str:
+    """Return text of somebody else's for a terminal, control characters escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 def field_names(cls: type) -> tuple[str, ...]:
     """Names of the fields of an attrs class that its constructor takes."""
     return tuple(a.alias for a in attrs.fields(cls) if a.init)

@@ -49,9 +49,11 @@ class Checkpoint:
         """Names of its files."""
         if self.is_local:
             try:
-                return sorted(e.name for e in os.scandir(self.folder) if e.is_file())
+                names = os.listdir(self.folder)
             except OSError as error:
                 raise ConfigError(f"the folder {self.model!r} cannot be read: {error}") from error
+            # a link that leads nowhere, or in a loop, is no file
+            return sorted(n for n in names if os.path.isfile(self.folder / n))
         from huggingface_hub import list_repo_files
 
         found = self._from_hub(

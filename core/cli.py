@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from specdec import cli_generate, cli_plugins
+from specdec._structure import printable
 from specdec.errors import SpecdecError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except SpecdecError as error:
         notes = getattr(error, "__notes__", ())
-        print(f"specdec: {error}", *(f"  ({n})" for n in notes), sep="\n", file=sys.stderr)
+        lines = [f"specdec: {error}", *(f"  ({n})" for n in notes)]
+        # names in it may be a plugin's, so no control characters
+        print(*map(printable, "\n".join(lines).split("\n")), sep="\n", file=sys.stderr)
         return MISUSED
     except KeyboardInterrupt:
         print("specdec: interrupted", file=sys.stderr)

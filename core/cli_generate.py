@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec._structure import shown
 from specdec.config import SpeculativeConfig
 from specdec.errors import ConfigError, PromptError
+from specdec.outputs import SpeculationMetrics
 
 if TYPE_CHECKING:
     from specdec.llm import LLM
@@ -94,12 +96,14 @@ def run(args: argparse.Namespace) -> int:
     )
     with LLM(args.model, speculative_config=config, **_engine(args)) as llm:
         prompts = _prompts(llm, texts, raw=args.raw)
+        if args.compare:
+            _warm(llm, prompts)
         outputs, seconds = _timed(lambda: _generate(llm, texts, prompts, params, as_json=args.json))
-        metrics, lossless = llm.metrics, llm.lossless
+        lossless = llm.lossless
         # sampled tokens repeat under every draft only if the rule says so
-        repeats = lossless and (params.greedy or _rule(llm) == "coupled")
+        repeats = lossless and (params.greedy or llm.rejection_sample_method in (None, "coupled"))
     if not args.json:
-        print(_summary(outputs, seconds, metrics), file=sys.stderr)
+        print(_summary(outputs, seconds), file=sys.stderr)
     failed = [o for o in outputs if o.error]
     for output in failed:
         print(f"specdec: request {output.request_id} failed: {output.error}", file=sys.stderr)
@@ -108,11 +112,19 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(args.model, **_engine(args)) as plain:
         prompts = _prompts(plain, texts, raw=args.raw)
+        _warm(plain, prompts)
         reference, plain_seconds = _timed(lambda: plain.generate(prompts, params, use_tqdm=False))
     lines, equal = _compared(outputs, reference, seconds, plain_seconds, repeats, lossless)
     # the answers own stdout if a program reads them
     print(*lines, sep="\n", file=sys.stderr if args.json else sys.stdout)
     return 1 if failed or not (equal or not repeats) else 0
+
+
+def _warm(llm: LLM, prompts: list[Any]) -> None:
+    """Pay for what the first call sets up once, so that it is in neither of the times."""
+    from specdec.sampling_params import SamplingParams
+
+    llm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
 
 
 def _engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -132,7 +144,10 @@ def _texts(args: argparse.Namespace) -> list[str]:
     texts = list(args.prompt or ())
     if args.prompts_file is not None:
         if str(args.prompts_file) == "-":
-            lines = sys.stdin.read().splitlines()
+            try:
+                lines = sys.stdin.read().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise PromptError(f"stdin cannot be read as text: {error}") from error
         else:
             try:
                 lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
@@ -141,6 +156,10 @@ def _texts(args: argparse.Namespace) -> list[str]:
         texts += [line for line in lines if line.strip()]
     if not texts:
         raise PromptError("there is no prompt; give --prompt TEXT or --prompts-file FILE")
+    for text in texts:
+        # Python decodes bytes that are no UTF-8, of arguments and perhaps stdin, to surrogates
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise PromptError(f"the prompt {shown(text)} is not valid UTF-8; give it as UTF-8 text")
     return texts
 
 
@@ -164,12 +183,12 @@ def _generate(
             for completion in output.outputs:
                 print(completion.text)
         return outputs
-    shown = 0
+    printed = 0
     last: RequestOutput | None = None
     for last in llm.stream(prompts, params):
         text = last.outputs[0].text
-        print(text[shown:], end="", flush=True)
-        shown = len(text)
+        print(text[printed:], end="", flush=True)
+        printed = len(text)
     print()
     assert last is not None  # a request ends, whatever happens to it
     return [last]
@@ -194,18 +213,22 @@ def _timed(call: Callable[[], list[RequestOutput]]) -> tuple[list[RequestOutput]
     return call(), time.perf_counter() - start
 
 
-def _rule(llm: LLM) -> str:
-    drafting = llm._loaded.engine.drafting
-    return drafting.agreement.rule.name if drafting else "coupled"
-
-
 def _tokens(outputs: list[RequestOutput]) -> int:
     return sum(len(c.token_ids) for o in outputs for c in o.outputs)
 
 
-def _summary(outputs: list[RequestOutput], seconds: float, metrics: Any) -> str:
+def _summary(outputs: list[RequestOutput], seconds: float) -> str:
+    metrics = SpeculationMetrics()
+    for output in outputs:
+        metrics.add(output.metrics.speculative_decoding)
     tokens = _tokens(outputs)
     line = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
+    if not metrics.num_drafts and metrics.skipped:
+        line += "; 1.00 tokens/step: nothing was drafted (" + ", ".join(
+            f"{reason.replace('_', ' ')}: {count} steps"
+            for reason, count in metrics.skipped.items()
+        )
+        line += ")"
     if metrics.num_drafts:
         rates = ", ".join(f"{n / metrics.num_drafts:.2f}" for n in metrics.accepted_per_pos)
         line += (
@@ -233,7 +256,9 @@ def _compared(
     different = [(name, a, b) for name, a, b in pairs if a != b]
     rate = _tokens(outputs) / seconds
     plain_rate = _tokens(reference) / plain_seconds
-    lines = [f"plain decoding: {plain_rate:.1f} tokens/s; gain: {rate / plain_rate:.2f}x"]
+    lines = [
+        f"plain decoding: {plain_rate:.1f} tokens/s; gain: {rate / plain_rate:.2f}x (each ran once)"
+    ]
     if repeats:
         verdict = "equal" if not different else f"{len(different)} of {len(pairs)} differ"
         lines.append(f"tokens with and without speculation: {verdict}")

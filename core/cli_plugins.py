@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from specdec import checkpoints, config_text, plugins
+from specdec._structure import printable
 from specdec.config import CORE_RULES, SpeculativeConfig
 from specdec.errors import ConfigError, PluginError, SpecdecError
 
@@ -88,7 +89,7 @@ def _list(as_json: bool) -> int:
     else:
         _print_table(infos)
         for line in (*(f"problem: {p}" for p in problems), *(f"note: {n}" for n in notes)):
-            print(line)
+            print(printable(line))
     return PROBLEMS if problems else 0
 
 
@@ -96,15 +97,16 @@ def _print_table(infos: list[PluginInfo]) -> None:
     if not infos:
         print("no speculators are installed; each is a package: pip install specdec-plugin-METHOD")
         return
-    rows = [("METHOD", "ALIASES", "DISTRIBUTION", "VERSION", "CHECKPOINTS")]
+    rows: list[tuple[str, ...]] = [("METHOD", "ALIASES", "DISTRIBUTION", "VERSION", "CHECKPOINTS")]
     for i in infos:
         method = i.method if i.enabled else f"{i.method} (disabled)"
         aliases, patterns = ", ".join(i.aliases), ", ".join(i.patterns)
-        rows.append((method, aliases or "-", i.distribution, i.version, patterns or "-"))
+        cells = (method, aliases or "-", i.distribution, i.version, patterns or "-")
+        rows.append(tuple(map(printable, cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = (f"{cell:{w}}" for cell, w in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+        padded = (f"{cell:{w}}" for cell, w in zip(row, widths, strict=True))
+        print("  ".join(padded).rstrip())
 
 
 def _load(
@@ -147,7 +149,7 @@ def _target_info(args: argparse.Namespace) -> TargetInfo:
     from transformers import AutoModelForCausalLM
 
     from specdec.errors import TargetError
-    from specdec.runner.model_loading import load_config
+    from specdec.runner.model_loading import load_config, reason
     from specdec.runner.model_support import position_limit
     from specdec.types import TargetInfo
 
@@ -163,8 +165,8 @@ def _target_info(args: argparse.Namespace) -> TargetInfo:
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, trust_remote_code=args.trust_remote_code
             )
-    except (ValueError, ImportError) as error:
-        raise TargetError(f"{args.target!r} cannot be built: {error}") from error
+    except Exception as error:  # whatever a model's own code raises
+        raise TargetError(f"{args.target!r} cannot be built: {reason(error, config)}") from error
     text = config.get_text_config()
     return TargetInfo(
         name=args.target,
@@ -242,7 +244,7 @@ def _spelt(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return "".join(f"\n  {k}: {v}" for k, v in value.items()) or "-"
+        return "".join(f"\n  {printable(k)}: {printable(v)}" for k, v in value.items()) or "-"
     if isinstance(value, list):
-        return ", ".join(map(str, value)) or "-"
-    return str(value)
+        return ", ".join(map(printable, value)) or "-"
+    return printable(value)

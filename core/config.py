@@ -181,6 +181,12 @@ class SpeculativeConfig:
                 f"{method!r} has no key {shown(key)}{nearest(key, [*own, *shared])} "
                 f"(its own: {listed(own)}; shared: {listed(shared)})"
             )
+        for key in ("model", "revision", "code_revision"):
+            value = getattr(self, key)
+            if value is not None and not speculator.reads_model and value != method:
+                raise ConfigError(
+                    f"{key}={shown(value)} is refused: {method!r} loads no checkpoint of its own"
+                )
         options = {k: v for k, v in self.extra.items() if k in own}
         return SpeculatorConfig(
             method=method,

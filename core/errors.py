@@ -43,6 +43,19 @@ class OutOfMemoryError(SpecdecError):
     """The key-value cache cannot hold what was asked of it."""
 
 
+# What a plugin may raise and core turns into an error of its own: `sys.exit` in a plugin is no
+# reason to leave the process of whoever uses it. An interrupt by the user passes.
+PLUGIN_ERRORS = (Exception, SystemExit)
+
+
+def told(error: BaseException) -> str:
+    """Say what was raised, `Type: text`, whatever its own `__str__` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the text of somebody else's error must not hide the error
+        return f"{type(error).__name__}: (its text cannot be read)"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the closest of `known`, or nothing if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)

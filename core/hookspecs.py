@@ -4,8 +4,14 @@ Hooks run in the order of the algorithm, once per step of the whole batch:
 
     forward → verify → commit → extract_hidden_states → propose → plan → step_finished
 
-An implementation names only the arguments it needs, in any order, without defaults. Every
-tensor is on the target's device unless a host mirror is named. See `specdec.types` for the
+An implementation names only the arguments it needs, in any order, without defaults. Hooks run
+under `torch.inference_mode`. Every tensor is on the target's device unless a host mirror is
+named.
+
+If an implementation raises for a step, core asks it again with the requests of the step one by
+one, each as a step of its own and not padded; a request whose call raises ends with an error that
+names the speculator, the others go on. So no call must be spoiled by having been made before for
+the same rows: write state by position and length, do not count calls. See `specdec.types` for the
 fields, shapes and dtypes of `Step`, `Draft` and `Verdict`.
 """
 
@@ -56,17 +62,14 @@ class Hooks:
         Called once per step, after every forward of the target: prefill chunks and steps in
         which no request wants drafts (`step.k` all 0) included, because a drafter with a cache
         has to see every committed row. If nobody answers, nothing is drafted.
-        If an implementation raises, core calls it again with the requests of the step one by
-        one, each as a step of its own; a request whose call raises ends with an error that
-        names the speculator, the others go on. So a call must not be spoiled by having been
-        made before for the same rows: write state by position and length, do not count calls.
 
         step: the committed step. `valid_rows` leading rows of each request carry committed
             tokens, `next_token` follows them; rows after those were rejected. `step.k` drafts
             are wanted per request: 0 for chunks that are not final, for finished requests and
             padding. Read only.
         hidden: [rows, width] from `extract_hidden_states`; None if no features were asked for.
-        k: columns of the answer, the same in every step; no entry of `step.k` is larger.
+        k: columns of the answer: the most that a request wants, 0 if none does. A loop that
+            captures may ask for more than that.
         Return a `Draft` with tokens [batch, k], -1 where nothing is proposed. None means no
         drafts for anybody in this step. Its tensors stay yours; they must keep their values
         until the next call of `propose`. The first answer that is not None counts.
@@ -92,9 +95,12 @@ class Hooks:
         step: the step just computed. Its commit fields are not set yet. Read only.
         draft: the drafts under test, [batch, K]; row i of a request's logits tests column i,
             the row after its last draft is the bonus row. A request without drafts has one row.
-        logits: [logit_rows, vocab] in the dtype of the target's head. Read only.
-        Return a `Verdict`: every request with logits emits at least one token; a request
-        without any has count 0. None is an error: nobody else knows the rule. The first answer
+            K is the most that a request has under test.
+        logits: [logit_rows, vocab] as the head gave them, in its dtype: before temperature and
+            truncation (`specdec_kernels.process_logits`). Read only.
+        Return a `Verdict`: a request with logits emits at least one token and at most one more
+        than its drafts, the tokens before the last being its drafts; one without logits has
+        count 0. None is an error: nobody else knows the rule. The first answer
         that is not None counts.
         Do not look at the order of the batch: key randomness by `step.state.stream` and
         position. Since 0.1.
@@ -112,8 +118,9 @@ class Hooks:
         Called once per step on the host, after the plan of the next one; every implementation
         is called, the last registered first. Nothing is expected back.
 
-        step: the committed step. Read only, and gone with the next one: copy what you keep.
-        verdict: what was emitted, before stop tokens and budgets cut it.
+        step: the committed step, its tensors on the host. Read only; `state` is that of the
+            device, which may be a step ahead: leave it alone.
+        verdict: what was emitted, on the host, before stop tokens and budgets cut it.
         An observer that raises is reported and called no more; the requests are unharmed.
         Do not change any tensor, and do not call the engine. Since 0.1.
 

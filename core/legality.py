@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import torch
 
 from specdec._structure import check_keys
 from specdec.config import CORE_RULES, DEFAULT_DRAFTS, SpeculativeConfig
@@ -93,11 +94,20 @@ def _check(capabilities: Capabilities, label: str) -> None:
             raise PluginError(
                 f"{label}: capabilities: {name} is {number}, but it has to be at least 1 or None"
             )
-    if capabilities.lookahead_slots < 0:
+    if capabilities.q is not None and capabilities.drawn != "independent":
         raise PluginError(
-            f"{label}: capabilities: lookahead_slots is {capabilities.lookahead_slots}, "
-            "but it has to be at least 0"
+            f"{label}: capabilities: q is {capabilities.q!r}, but drafts that are drawn "
+            f"{capabilities.drawn!r} have no law of their own to hand over; only independent ones "
+            "have"
         )
+    for name in ("lookahead_slots", "workspace_bytes"):
+        if getattr(capabilities, name) < 0:
+            raise PluginError(
+                f"{label}: capabilities: {name} is {getattr(capabilities, name)}, "
+                "but it has to be at least 0"
+            )
+    for layer in capabilities.kv_layers:
+        _check_layer(layer, label)
     most, usual = capabilities.max_drafts, capabilities.default_drafts
     if most is not None and usual is not None and usual > most:
         raise PluginError(
@@ -109,6 +119,23 @@ def _check(capabilities: Capabilities, label: str) -> None:
             raise PluginError(f"{label} declares the rule {name!r}, which is core's own name")
         if own.count(name) > 1:
             raise PluginError(f"{label} declares the rule {name!r} twice")
+
+
+def _check_layer(layer: KVLayer, label: str) -> None:
+    for name in ("heads", "k_dim", "v_dim", "window"):
+        number = getattr(layer, name)
+        if number is None and name == "window":
+            continue
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise PluginError(
+                f"{label}: capabilities: {name} of a KVLayer is {number!r}, "
+                "but it has to be an integer from 1 up"
+            )
+    if not isinstance(layer.dtype, torch.dtype | None):
+        raise PluginError(
+            f"{label}: capabilities: dtype of a KVLayer is {layer.dtype!r}, "
+            "but it has to be a torch.dtype or None"
+        )
 
 
 def _rule_name(rule: object, label: str) -> str:

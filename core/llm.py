@@ -53,7 +53,9 @@ class LLM:
     seed: of requests that bring none.
     enforce_eager: run without captured graphs, which the CPU loop always does.
     deterministic: float32 on a CPU: a token's logits do not depend, bit for bit, on what was
-        computed with it, so equality with plain decoding holds on real models too. Slower.
+        computed with it, so equality with plain decoding holds on real models too. What counts
+        is where a prompt is cut, which max_num_batched_tokens alone decides. Slower. A module
+        that is passed in is changed for good.
     observers: objects with the hook `step_finished`.
 
     Usable as a context manager; `close` frees the model and every plugin.
@@ -103,18 +105,18 @@ class LLM:
                 f"observers is {observers!r}, but it has to be a list of objects with the hook "
                 "step_finished"
             )
+        _check_sources(
+            model,
+            tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            remote={"revision": revision, "hf_token": hf_token, "hf_overrides": hf_overrides},
+            tokenizer_options={
+                "tokenizer_revision": tokenizer_revision,
+                "tokenizer_kwargs": tokenizer_kwargs,
+            },
+        )
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        if not skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(
-                model,
-                tokenizer,
-                revision=tokenizer_revision or revision,
-                trust_remote_code=trust_remote_code,
-                token=hf_token,
-                extra=dict(tokenizer_kwargs or {}),
-            )
-        elif tokenizer is not None:
-            raise ConfigError("skip_tokenizer_init=True contradicts giving a tokenizer")
         self._assembly = assemble(
             model,
             config,
@@ -129,8 +131,23 @@ class LLM:
                 "hf_overrides": hf_overrides,
             },
         )
-        self.eos_token_ids = eos_ids(self._assembly.target.model, self.tokenizer)
         self._ordinals = itertools.count()
+        try:
+            # after the model: where that cannot be found, its own error says so best
+            if not skip_tokenizer_init:
+                self.tokenizer = load_tokenizer(
+                    model,
+                    tokenizer,
+                    # the model's revision says nothing of another repository
+                    revision=tokenizer_revision or (revision if tokenizer is None else None),
+                    trust_remote_code=trust_remote_code,
+                    token=hf_token,
+                    extra={} if tokenizer_kwargs is None else tokenizer_kwargs,
+                )
+            self.eos_token_ids = eos_ids(self._assembly.target.model, self.tokenizer)
+        except BaseException:
+            self.close()
+            raise
 
     # -- what was loaded ---------------------------------------------------
 
@@ -162,6 +179,12 @@ class LLM:
         """Whether the verification in force keeps the target's law."""
         drafting = self._loaded.engine.drafting
         return drafting is None or drafting.agreement.rule.lossless
+
+    @property
+    def rejection_sample_method(self) -> str | None:
+        """The verification in force; None without a speculator."""
+        drafting = self._loaded.engine.drafting
+        return drafting.agreement.rule.name if drafting else None
 
     @property
     def metrics(self) -> SpeculationMetrics:
@@ -239,7 +262,8 @@ class LLM:
         """Generate, yielding a request's output so far after every step that added to it.
 
         Mistakes in the arguments raise here, not in the loop. `text` never ends in half a
-        character. Leaving the loop early aborts what still runs. Several streams of one LLM may
+        character. Numbers about speculation are there once a request has ended.
+        Leaving the loop early aborts what still runs. Several streams of one LLM may
         be read in turns: a step runs the requests of all.
         """
         return self._stream(self._requests(prompts, sampling_params))
@@ -366,3 +390,44 @@ def _seed(seed: object) -> int:
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
         raise ConfigError(f"seed is {seed!r}, but it has to be an integer of 64 bits")
     return seed
+
+
+def _check_sources(
+    model: object,
+    tokenizer: object,
+    *,
+    skip_tokenizer_init: object,
+    trust_remote_code: object,
+    remote: Mapping[str, object],
+    tokenizer_options: Mapping[str, object],
+) -> None:
+    """Refuse what would be ignored: how to fetch what is here already."""
+    for name, value in (
+        ("skip_tokenizer_init", skip_tokenizer_init),
+        ("trust_remote_code", trust_remote_code),
+    ):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}, but it has to be True or False")
+    given = [name for name, value in remote.items() if value is not None]
+    if not isinstance(model, str | Path):
+        given += ["trust_remote_code"] if trust_remote_code else []
+        if given:
+            raise ConfigError(
+                f"{given[0]} says how to load a model, but the model was passed in as a module"
+            )
+    elif Path(model).expanduser().is_dir() and remote["revision"] is not None:
+        raise ConfigError(
+            f"revision is {remote['revision']!r}, but {str(model)!r} is a folder and has none"
+        )
+    options = [name for name, value in tokenizer_options.items() if value is not None]
+    if skip_tokenizer_init and (tokenizer is not None or options):
+        what = "a tokenizer" if tokenizer is not None else options[0]
+        raise ConfigError(f"skip_tokenizer_init=True contradicts giving {what}")
+    named = isinstance(tokenizer, str | Path) or (
+        tokenizer is None and isinstance(model, str | Path)
+    )
+    if options and not named:
+        raise ConfigError(
+            f"{options[0]} says how to load a tokenizer, but none is loaded: name one with "
+            "tokenizer="
+        )

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class CompletionOutput:
     """One completion of a prompt.
 
-    token_ids: every emitted token, the one that stopped it included.
+    token_ids: every emitted token, the one that stopped it included. text: without that one.
     finish_reason: "stop" (end-of-sequence or a stop token), "length" (max_tokens or the context
         is used up), "abort", "error"; None while it runs.
     stop_reason: the stop token of the request's own that ended it; None for end-of-sequence.
@@ -22,6 +22,8 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
+    cumulative_logprob: float | None = None  # logprobs are not served yet
+    logprobs: None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
 
@@ -113,6 +115,8 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: None = None  # logprobs are not served yet
+    num_cached_tokens: int = 0  # there is no prefix cache yet
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics

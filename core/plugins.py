@@ -148,7 +148,8 @@ def find(method: str, infos: Iterable[PluginInfo] | None = None) -> PluginInfo:
         plain = re.fullmatch(r"[a-z0-9_]+", wanted) is not None
         hint = nearest(wanted, names)
         if not hint and plain:
-            hint = f"; try: pip install specdec-plugin-{wanted.replace('_', '-')}"
+            name = f"specdec-plugin-{wanted.replace('_', '-')}"
+            hint = f"; if somebody publishes it, its distribution is likely called {name}"
         raise PluginError(f"no speculator named {shown(method)}; installed: {listed(names)}{hint}")
     if not hits:
         raise PluginError(f"{named[0]} is switched off by {DISABLE}={os.environ.get(DISABLE)}")
@@ -210,7 +211,7 @@ def load(info: PluginInfo) -> type[Speculator]:
 
     try:
         found = info.entry_point.load()
-    except Exception as error:  # whatever a module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
         raise PluginError(
             f"{info} ({info.value}) failed to import: {type(error).__name__}: {error}"
         ) from error

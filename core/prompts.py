@@ -97,7 +97,7 @@ def _read(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> TokenizedPr
     prompt = _plain(prompt)
     if isinstance(prompt, str):
         tokenizer = _needed(tokenizer)
-        return TokenizedPrompt(prompt, [int(i) for i in tokenizer(prompt)["input_ids"]])
+        return TokenizedPrompt(prompt, _ids(tokenizer, prompt))
     if _is_message(prompt):
         prompt = [prompt]
     if _is_list(prompt) and prompt and all(_is_message(m) for m in prompt):
@@ -123,8 +123,19 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> 
     except Exception as error:  # templates raise what they like
         raise PromptError(f"the chat template refused the messages: {error}") from error
     # the template writes the special tokens itself
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return TokenizedPrompt(str(text), [int(i) for i in ids])
+    return TokenizedPrompt(str(text), _ids(tokenizer, str(text), add_special_tokens=False))
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a tokenizer would speak of a wrong type
+        at = error.start
+        raise PromptError(
+            f"a text prompt holds the lone surrogate {text[at]!r} at position {at}, which is no "
+            "character; give valid Unicode text"
+        ) from error
+    return [int(i) for i in tokenizer(text, **options)["input_ids"]]
 
 
 def _needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:

@@ -72,9 +72,12 @@ class Request:
 
 def _text(sequence: Running, tokenizer: PreTrainedTokenizerBase | None) -> str:
     params = sequence.params
-    if tokenizer is None or not params.detokenize or not sequence.emitted:
+    if tokenizer is None or not params.detokenize:
         return ""
-    text = str(tokenizer.decode(sequence.emitted, skip_special_tokens=params.skip_special_tokens))
+    shown = sequence.emitted[:-1] if sequence.finish_reason == "stop" else sequence.emitted
+    if not shown:
+        return ""
+    text = str(tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens))
     # a token can end inside a character: hold that back until the rest of it is there
     return text if sequence.finish_reason is not None else text.rstrip("\ufffd")
 
@@ -106,5 +109,9 @@ def check_stops(
         raise PromptError(
             f"{where}: stop_token_ids holds {wrong[0]}; ids are 0 to {vocab_size - 1}"
         )
-    if len(stops | eos) > MAX_STOP_IDS:
-        raise PromptError(f"{where}: more than {MAX_STOP_IDS} stop tokens")
+    wanted = stops if params.ignore_eos else stops | eos
+    if len(wanted) > MAX_STOP_IDS:
+        raise PromptError(
+            f"{where} has {len(wanted)} stop tokens, {len(stops)} of its own and the others the "
+            f"model's; {MAX_STOP_IDS} at most are served"
+        )

@@ -7,12 +7,13 @@ from typing import Any
 
 import attrs
 
-from specdec._structure import check_keys
+from specdec._structure import check_keys, shown
 from specdec.errors import ConfigError, PromptError
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 _LEAST_TEMPERATURE = 1e-2  # and none between the two is sampled from: divisions overflow
 _MOST_TEMPERATURE = 1e6  # every law is flat long before
+_MOST_COMPLETIONS = 10_000
 
 _NOT_YET = "it is not served yet"
 _REFUSED = {
@@ -39,7 +40,7 @@ _REFUSED = {
 class SamplingParams:
     """How one request is sampled.
 
-    n: completions per prompt, each with a random stream of its own.
+    n: completions per prompt, each with a random stream of its own; 10,000 at most.
     temperature: 0 is greedy; below 0.01 it counts as 0.01. 1,000,000 at most.
     top_k: keep the k most likely tokens and every tie with the last; 0 or -1 keeps all.
     top_p: keep the smallest set of most likely tokens whose probability reaches this.
@@ -67,9 +68,11 @@ class SamplingParams:
     def __init__(self, **values: Any) -> None:
         for name in [n for n in values if n in _REFUSED]:
             neutral, reason = _REFUSED[name]
-            value = values.pop(name)
-            if value not in (None, neutral, [], {}, ()):
-                raise PromptError(f"the sampling parameter {name}={value!r} is refused: {reason}")
+            value = _plain(values.pop(name))
+            if not _asks_nothing(value, neutral):
+                raise PromptError(
+                    f"the sampling parameter {name}={shown(value)} is refused: {reason}"
+                )
         values = {name: _plain(value) for name, value in values.items()}
         try:
             check_keys(type(self), values, "SamplingParams")
@@ -79,7 +82,12 @@ class SamplingParams:
 
     def __attrs_post_init__(self) -> None:
         """Check the ranges and what contradicts each other."""
-        _require(self.n >= 1, f"n is {self.n}, but it has to be at least 1")
+        _require(self.n >= 1, f"n is {shown(self.n)}, but it has to be at least 1")
+        _require(
+            self.n <= _MOST_COMPLETIONS,
+            f"n is {shown(self.n)}, but it can be {_MOST_COMPLETIONS} at most: all completions of "
+            "a prompt are prepared before the first one runs",
+        )
         _require(
             0 <= self.temperature <= _MOST_TEMPERATURE,
             f"temperature is {self.temperature}, but it has to be a number from 0 to 1000000",
@@ -122,6 +130,14 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _asks_nothing(value: Any, neutral: Any) -> bool:
+    """Whether a value is the neutral one, or none; what cannot be compared asks for something."""
+    try:
+        return bool(value in (None, neutral, [], {}, ()))
+    except Exception:  # whatever a type raises in `==`
+        return False
 
 
 def _require(holds: bool, message: str) -> None:

@@ -11,7 +11,7 @@ import pluggy
 import torch
 
 from specdec._answers import Answers
-from specdec.errors import PluginError, SpeculatorError, listed, nearest
+from specdec.errors import PLUGIN_ERRORS, PluginError, SpeculatorError, listed, nearest, told
 from specdec.hookspecs import PROJECT, Hooks, hookimpl
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Session:
     ) -> None:
         self.label = label
         self.observers = list(observers)
+        self._host_tokens = bool(capabilities and capabilities.host_tokens)
         self._answers = Answers(
             label,
             vocab_size,
@@ -182,7 +183,7 @@ class Session:
         """Features of this step's rows, [rows, width], or None if nobody asked for any."""
         try:
             hidden = self._extract(step=step, outputs=outputs)
-        except Exception as error:  # whatever a plugin raises
+        except PLUGIN_ERRORS as error:
             if _passed_core(error.__traceback__):
                 raise
             raise self._raised("extract_hidden_states", error) from error
@@ -194,7 +195,7 @@ class Session:
         """The drafts of the step, checked; None if nobody drafts."""
         try:
             draft = self._propose(step=step, hidden=hidden, k=k)
-        except Exception as error:  # whatever a plugin raises
+        except PLUGIN_ERRORS as error:
             raise self._raised("propose", error) from error
         if draft is None:
             return None
@@ -207,34 +208,34 @@ class Session:
             return drawn
         try:
             verdict = self._verify(step=step, draft=draft, logits=logits)
-        except Exception as error:  # whatever a plugin raises
+        except PLUGIN_ERRORS as error:
             raise self._raised("verify", error) from error
-        batch, k = draft.tokens.shape
-        return self._answers.verdict(verdict, self._rule, batch, k, logits.shape[0])
+        return self._answers.verdict(verdict, self._rule, step, draft.tokens)
 
-    def step_finished(self, step: Step, verdict: Verdict) -> list[tuple[object, Exception]]:
+    def step_finished(self, step: Step, verdict: Verdict) -> list[tuple[object, BaseException]]:
         """Call every observer, the last registered first; return those that raised.
 
         One that raised is called no more; a speculator that observes keeps its other hooks.
         """
         if not self._finished:
             return []
-        failed: list[tuple[object, Exception]] = []
+        failed: list[tuple[object, BaseException]] = []
         arguments = {"step": step, "verdict": verdict}
         for impl in list(self._finished):
             try:
                 impl.function(*(arguments[a] for a in impl.argnames))
-            except Exception as error:  # an observer must not harm the requests
+            except PLUGIN_ERRORS as error:  # an observer must not harm the requests
                 error.add_note(f"raised by {impl.plugin_name} in the hook step_finished")
                 self._finished.remove(impl)
                 self.observers = [o for o in self.observers if o is not impl.plugin]
                 failed.append((impl.plugin, error))
         return failed
 
-    def _raised(self, hook: str, error: Exception) -> SpeculatorError:
-        return SpeculatorError(
-            f"{self.label} raised {type(error).__name__} in the hook {hook}: {error}"
-        )
+    def _raised(self, hook: str, error: BaseException) -> SpeculatorError:
+        kind, _, text = told(error).partition(": ")
+        if isinstance(error, AttributeError) and "NoneType" in text and not self._host_tokens:
+            text += " (step.host is None unless the capabilities say host_tokens=True)"
+        return SpeculatorError(f"{self.label} raised {kind} in the hook {hook}: {text}")
 
 
 def _passed_core(traceback: TracebackType | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from specdec.config import SpeculatorConfig
-    from specdec.types import Pools, RequestInfo, TargetInfo
+    from specdec.types import Pools, RequestChanges, TargetInfo
 
 
 @attrs.frozen
@@ -32,6 +31,10 @@ class Speculator:
     Options: ClassVar[type] = NoOptions
     """An attrs class: the configuration keys that belong to this method, with defaults."""
 
+    reads_model: ClassVar[bool] = False
+    """Whether it loads a checkpoint; the keys `model`, `revision` and `code_revision` are refused
+    if not."""
+
     @classmethod
     def load(cls, target: TargetInfo, config: SpeculatorConfig) -> Self:
         """Build the speculator for this target, reading its checkpoint if it has one.
@@ -49,19 +52,13 @@ class Speculator:
     def allocate(self, pools: Pools) -> None:
         """Take the memory that the runner set aside. Called once, before the first step."""
 
-    def requests_changed(
-        self,
-        added: Sequence[RequestInfo],
-        preempted: Sequence[int],
-        resumed: Sequence[RequestInfo],
-        finished: Sequence[int],
-    ) -> None:
-        """Drop what belongs to requests that left their slot; meet those that got one.
+    def requests_changed(self, changes: RequestChanges) -> None:
+        """Drop what belongs to requests that left their slot, then meet those that got one.
 
-        Called between steps, only if something changed. A slot in `finished` or `preempted` may
-        appear in `added` or `resumed` of the same call: handle those that leave first.
-        added, resumed: requests with a slot; a resumed one is prefilled again from its start.
-        preempted, finished: slots that are free now.
+        Called between steps, only if something changed. The rows of a resumed request come by
+        again from `RequestInfo.computed` on. If it raises, core tells it of every change alone,
+        and a request whose arrival makes it raise ends with an error that names the speculator:
+        what was dropped or met already must not spoil the second call.
         """
 
     def close(self) -> None:

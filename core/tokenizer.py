@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,28 +19,34 @@ def load_tokenizer(
     revision: str | None,
     trust_remote_code: bool,
     token: str | bool | None,
-    extra: dict[str, Any],
+    extra: object,
 ) -> PreTrainedTokenizerBase | None:
-    """Load a tokenizer, by default the model's own; None if there is none to load.
+    """Load a tokenizer, by default the model's own; None for a module if none is named.
 
-    None for a module that was passed in, and where the model itself cannot be found either.
+    To be called when the model is loaded: whatever goes wrong here, it is there.
+
+    extra: further arguments of transformers, a mapping or None.
 
     Raises:
-        ConfigError: one was named, or the model's folder is there, and it cannot be loaded.
+        ConfigError: a setting is wrong, or there is a source but it gives no tokenizer.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+    check_token(token)
+    if not isinstance(extra, Mapping | None):
+        raise ConfigError(
+            f"tokenizer_kwargs is of type {type(extra).__name__}; give a dict of arguments for "
+            "the transformers tokenizer"
+        )
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer
-    source = tokenizer
-    if source is None and isinstance(model, str | Path):
-        source = model
-    elif not isinstance(source, str | Path | None):
+    if not isinstance(tokenizer, str | Path | None):
         raise ConfigError(
-            f"tokenizer is of type {type(source).__name__}; give a folder, a Hub id or a "
+            f"tokenizer is of type {type(tokenizer).__name__}; give a folder, a Hub id or a "
             "transformers tokenizer"
         )
-    if source is None:
+    source = model if tokenizer is None else tokenizer
+    if not isinstance(source, str | Path):
         return None  # a module that was passed in: prompts come as ids unless one is given
     try:
         return AutoTokenizer.from_pretrained(
@@ -47,16 +54,23 @@ def load_tokenizer(
             revision=revision,
             trust_remote_code=trust_remote_code,
             token=token,
-            **extra,
+            **(extra or {}),
         )
     except Exception as error:  # transformers raises many kinds for one cause
-        if tokenizer is None and not Path(str(source)).is_dir():
-            return None  # no such model either: its own error says it better
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise ConfigError(
             f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {reason}) "
             "- name another with tokenizer=, or pass skip_tokenizer_init=True and token ids"
         ) from error
+
+
+def check_token(token: object) -> None:
+    """Refuse what is no token of the Hub, without showing it. Raise ConfigError."""
+    if not isinstance(token, str | bool | None):
+        raise ConfigError(
+            f"hf_token is of type {type(token).__name__}; give a string, True for the one that is "
+            "stored, False for none, or None"
+        )
 
 
 def eos_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, device, dtype, nn
 
-    from specdec_kernels import DenseQ, SparseQ
+    from specdec_kernels import DenseQ, Sampling, SparseQ
 
 Drawn = Literal["deterministic", "coupled", "independent"]
 QForm = Literal["dense", "sparse"]
@@ -32,7 +32,9 @@ class SlotState:
     """What the runner knows of each request, by slot. On the device; read only.
 
     A slot keeps its request from admission until it finishes or is preempted; entries of free
-    slots are stale.
+    slots are stale. There is one place more than requests can have: the last belongs to nobody,
+    so that -1, the slot of a padding request, is a harmless index to read from and, in buffers
+    of a speculator's own of the same length, to write to.
     """
 
     history: Tensor  # [slots, max_model_len] the whole prompt, then every emitted token
@@ -45,6 +47,19 @@ class SlotState:
     top_p: Tensor  # [slots] float32, 1 = off
     min_p: Tensor  # [slots] float32, 0 = off
     block_tables: Tensor  # [slots, max_blocks] pages of the target's cache, in order
+
+    @property
+    def sampling(self) -> Sampling:
+        """How every slot samples, as the functions of `specdec_kernels` take it."""
+        from specdec_kernels import Sampling
+
+        return Sampling(
+            stream=self.stream,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
 
 
 @attrs.frozen(eq=False)
@@ -73,15 +88,16 @@ class Step:
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows] index of the row's token in its sequence
     query_start: Tensor  # [batch + 1]
-    slots: Tensor  # [batch] -1 = padding; as an index it would hit the last slot, so mask it
+    slots: Tensor  # [batch] -1 = padding: as an index, the place that belongs to nobody
     num_drafts: Tensor  # [batch] drafts among the request's rows: its last rows
     is_prefill: Tensor  # [batch] bool: the rows are a chunk of the prompt
     samples: Tensor  # [batch] bool: a token is drawn after the rows (all but non-final chunks)
-    logits_rows: Tensor  # [logit_rows] index into rows
+    logits_rows: Tensor  # [logit_rows] index into rows; entries past logits_start[-1] are padding
+    predicted: Tensor  # [logit_rows] sequence index of the token that the row of logits predicts
     logits_start: Tensor  # [batch + 1] request b owns logits logits_start[b]:logits_start[b + 1]
     valid_rows: Tensor  # [batch] commit: leading rows of the request whose token was committed
     next_token: Tensor  # [batch] commit: token after the last valid row (drawn, or of the prompt)
-    k: Tensor  # [batch] commit: drafts wanted now, at most the argument `k` of `propose`
+    k: Tensor  # [batch] commit: drafts wanted next, at most the argument `k` of `propose`
     state: SlotState  # what is known of every slot; `length` is that after the commit
     host: HostStep | None = None  # commit: mirrors, if the capabilities ask for `host_tokens`
 
@@ -112,11 +128,12 @@ class TargetOutputs:
 class Draft:
     """Tokens a speculator proposes, one row per request of the step.
 
-    tokens: [batch, K] target ids, int64, -1 where nothing is proposed; the first -1 of a row
-        ends it. K is the argument `k` of `propose`.
+    tokens: [batch, k] target ids, int64, -1 where nothing is proposed; the first -1 of a row
+        ends it. k is the argument of `propose`.
     q: the law the tokens were drawn from, by slot and column and before temperature (see
-        `specdec_kernels.DenseQ` and `SparseQ`); None if they were not drawn from one, or if it
-        is not known. The same buffers may be returned every step.
+        `specdec_kernels.DenseQ` and `SparseQ`), `Pools.num_slots` slots and k or more columns;
+        None if they were not drawn from one, or if it is not known. The same buffers may be
+        returned every step.
     confidence: [batch, K] float32, the probability that a draft is accepted given that those
         before it were; must not depend on the drawn token itself. None if not known.
     parents: reserved for trees; None means a chain.
@@ -198,11 +215,13 @@ class Capabilities:
     post_norm: wants the hidden states after the target's final norm.
     pre_head: wants `TargetOutputs.pre_head`.
     kv_layers: its own attention layers, to be paged along with the target's.
+    reads_target_kv: wants `Pools.target_kv`.
     lookahead_slots: cache places beyond the committed tokens that drafting writes to.
+    workspace_bytes: memory that `allocate` takes beside `Pools.kv` (buffers of q, scratch); it
+        comes out of the runner's budget before pages are counted.
     host_tokens: wants `Step.host`.
     graph_safe: `propose` may be captured once and replayed: fixed shapes, no host reads. A
         promise for loops that capture; the CPU loop calls it every step.
-    honours_k: reads `Step.k`, so that fewer drafts cost less; if not, K are drafted and cut.
     writes_confidence: fills `Draft.confidence`; refused in an answer if it is not declared.
     verification: rules of its own.
     """
@@ -216,10 +235,11 @@ class Capabilities:
     post_norm: bool = False
     pre_head: bool = False
     kv_layers: tuple[KVLayer, ...] = attrs.field(default=(), converter=_layers)
+    reads_target_kv: bool = False
     lookahead_slots: int = 0
+    workspace_bytes: int = 0
     host_tokens: bool = False
     graph_safe: bool = False
-    honours_k: bool = True
     writes_confidence: bool = False
     verification: tuple[VerificationRule, ...] = attrs.field(default=(), converter=_rules)
 
@@ -231,7 +251,7 @@ class TargetInfo:
     On the `meta` device (`specdec plugins NAME --target M`) the modules hold no weights.
     """
 
-    name: str  # path, Hub id, or the class of an instance that was passed
+    name: str  # for messages: path, Hub id, or the class of an instance that was passed
     config: Any  # transformers' text configuration
     vocab_size: int  # rows of the head: ids are 0 to vocab_size - 1
     hidden_size: int  # width of the residual stream
@@ -242,6 +262,8 @@ class TargetInfo:
     device: device
     embedding: nn.Module  # tokens to residual stream
     lm_head: nn.Module  # normed residual stream to logits; `weight` is [vocab, hidden]
+    model: str | None = None  # path or Hub id; None for an instance that was passed
+    revision: str | None = None  # of `model` on the Hub
 
 
 @attrs.frozen
@@ -252,6 +274,30 @@ class RequestInfo:
     request_id: str  # its name in messages
     tokens: tuple[int, ...] = attrs.field(repr=False)  # prompt, and what it had emitted before
     prompt_length: int  # tokens of the prompt among them
+    computed: int = 0  # leading tokens whose rows will not come by: they were cached
+
+
+@attrs.frozen(kw_only=True)
+class RequestChanges:
+    """Which requests got a slot or left theirs since the last call.
+
+    A slot that was left may be given away in the same call: handle those that left first.
+    """
+
+    added: tuple[RequestInfo, ...] = ()  # new requests
+    preempted: tuple[int, ...] = ()  # slots of requests that were set aside
+    resumed: tuple[RequestInfo, ...] = ()  # requests set aside before, with a slot again
+    finished: tuple[int, ...] = ()  # slots of requests that ended
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Slots that are free now, unless they are in `arrived`."""
+        return (*self.finished, *self.preempted)
+
+    @property
+    def arrived(self) -> tuple[RequestInfo, ...]:
+        """Requests that have a slot now."""
+        return (*self.added, *self.resumed)
 
 
 @attrs.frozen(eq=False)
@@ -262,8 +308,8 @@ class Pools:
         [num_blocks * block_size, heads, dim]; a token at position p of a slot lies at
         `block_tables[slot, p // block_size] * block_size + p % block_size`. Block 0 belongs to
         nobody: padding writes there.
-    target_kv: the same of the target's own layers, for a drafter that attends over them. Read
-        only: valid up to `SlotState.computed` of each slot.
+    target_kv: the same of the target's own layers if the capabilities ask for them. Read only:
+        valid up to `SlotState.computed` of each slot.
     max_rows: rows that a step can have at most.
     """
 
@@ -271,6 +317,6 @@ class Pools:
     target_kv: tuple[tuple[Tensor, Tensor], ...]
     num_blocks: int  # pages, block 0 included
     block_size: int  # tokens per page
-    max_num_seqs: int  # slots
+    num_slots: int  # places by slot, the one that belongs to nobody included
     max_drafts: int  # K: columns of every draft
     max_rows: int

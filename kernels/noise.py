@@ -74,9 +74,13 @@ def draw(
     domain = torch.zeros_like(stream) + domain
     row = torch.arange(len(stream), device=stream.device)
     ids = torch.arange(groups, device=stream.device)
-    group = (_ordered(members.logsumexp(-1)) + _gumbel(_words(state, domain + 1, ids))).argmax(-1)
+    mass = _ordered(members.logsumexp(-1))
+    # centred, so that large weights do not swallow the digits of the noise
+    top = mass.amax(-1, keepdim=True)
+    group = (_ordered(mass - top) + _gumbel(_words(state, domain + 1, ids))).argmax(-1)
     ids = group[:, None] * GROUP + torch.arange(GROUP, device=stream.device)
-    member = (_ordered(members[row, group]) + _gumbel(_words(state, domain, ids))).argmax(-1)
+    chosen = members[row, group] - top
+    member = (_ordered(chosen) + _gumbel(_words(state, domain, ids))).argmax(-1)
     return group * GROUP + member
 
 

@@ -33,8 +33,9 @@ def _tests(given: Given, chains: Chains) -> _Tests:
     request, column = chains.tested.nonzero(as_tuple=True)
     rows, slots = chains.row[request, column], chains.slot[request]
     target = process_logits(take(given.logits, rows), slots, given.sampling)
-    log_q = _log_q(given, slots, column)
-    return _Tests(request, column, chains.draft[request, column], target.log_softmax(-1), log_q)
+    draft = chains.draft[request, column]
+    log_q = _log_q(given, slots, column, draft)
+    return _Tests(request, column, draft, target.log_softmax(-1), log_q)
 
 
 def _log_ratio(tests: _Tests, like: Tensor) -> Tensor:
@@ -102,8 +103,8 @@ def _next_token(
         log_p = weights[some].log_softmax(-1)
         if log_rho is not None:
             log_p = log_p + log_rho[some, None]
-        log_q = _log_q(given, chains.slot[some], column)
-        rest = _residual(log_p, log_q, chains.draft[some, column])
+        draft = chains.draft[some, column]
+        rest = _residual(log_p, _log_q(given, chains.slot[some], column, draft), draft)
         # by rounding p may exceed q nowhere; then p = q as far as floats tell
         possible = (rest > -inf).any(-1, keepdim=True)
         weights[some] = rest.where(possible, weights[some])
@@ -112,20 +113,30 @@ def _next_token(
     return noise.draw(weights, given.sampling.stream[chains.slot], given.positions[rows], domain)
 
 
-def _log_q(given: Given, slots: Tensor, column: Tensor) -> Tensor | None:
-    """The drafts' law over target ids: float32 [n, V]. A law without candidates is NaN: reject."""
+def _log_q(given: Given, slots: Tensor, column: Tensor, draft: Tensor) -> Tensor | None:
+    """The drafts' law over target ids: float32 [n, V].
+
+    A row that is no law (NaN, or it excludes every id) counts as certain of its draft, which is
+    exact for any draft under every method.
+    """
     vocab = given.logits.shape[1]
     if given.q is None:
         return None
     if isinstance(given.q, DenseQ):
         cached = given.q.logits[slots, column, :vocab]
         weights = tempered(cached, slots, given.sampling)
-        return pad(weights, (0, vocab - weights.shape[1]), value=-inf).log_softmax(-1)
-    ids = given.q.ids[slots, column]
-    known = (ids >= 0) & (ids < vocab)
-    weights = tempered(given.q.logits[slots, column], slots, given.sampling).where(known, -inf)
-    everywhere = weights.new_full((len(slots), vocab), -inf)
-    return everywhere.scatter_reduce_(1, ids.where(known, 0), weights, "amax").log_softmax(-1)
+        weights = pad(weights, (0, vocab - weights.shape[1]), value=-inf)
+    else:
+        ids = given.q.ids[slots, column]
+        known = (ids >= 0) & (ids < vocab)
+        kept = tempered(given.q.logits[slots, column], slots, given.sampling).where(known, -inf)
+        weights = kept.new_full((len(slots), vocab), -inf)
+        weights = weights.scatter_reduce_(1, ids.where(known, 0), kept, "amax")
+    log_q = weights.log_softmax(-1)
+    lawless = log_q.isnan().any(-1)
+    certain = torch.full_like(log_q[lawless], -inf)
+    log_q[lawless] = certain.scatter_(1, draft[lawless][:, None], 0.0)
+    return log_q
 
 
 def _forced(given: Given, chains: Chains) -> Tensor:

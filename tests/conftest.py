@@ -1,11 +1,17 @@
-"""What several test files share: a saved model with a tokenizer of its own."""
+"""What several test files share: one thread, and a saved model with a tokenizer of its own."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# The models are tiny, and threads that wait for each other on a busy machine cost twenty times
+# what they gain. Before torch is imported; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 SPECIAL = ["<unk>", "<eos>", "<user>", "<bot>"]
 PLAIN = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "see", "it", "."]

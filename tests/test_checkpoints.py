@@ -237,6 +237,16 @@ def test_a_broken_safetensors_file_is_named(folder: Path, content: bytes) -> Non
         _ = Checkpoint(str(folder)).tensors
 
 
+def test_links_that_lead_nowhere_are_no_files(folder: Path) -> None:
+    before = Checkpoint(str(folder)).files
+    (folder / "loop.safetensors").symlink_to("loop.safetensors")
+    (folder / "a.pt").symlink_to("b.pt")
+    (folder / "b.pt").symlink_to("a.pt")
+    (folder / "gone.pt").symlink_to("nowhere.pt")
+    (folder / "linked.pt").symlink_to("config.json")
+    assert Checkpoint(str(folder)).files == sorted([*before, "linked.pt"])
+
+
 @pytest.mark.parametrize(
     "model",
     ["org/nowhere", "./nowhere", "~nobody-here/x", "a\0b", "x" * 5000, "\ud800", ""],

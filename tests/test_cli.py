@@ -163,7 +163,7 @@ def test_a_comparison_shows_the_gain_and_that_tokens_are_equal(
         )  # fmt: skip
         assert status == 0
         assert "plain decoding: " in out
-        assert "x\n" in out
+        assert "x (each ran once)\n" in out
         assert "tokens with and without speculation: equal" in out
         assert "acceptance by position: " in err
 
@@ -204,8 +204,8 @@ def test_tokens_that_differ_although_they_should_not_fail(
             drafted = step.num_drafts
             tokens = torch.cat([draft.tokens, torch.full((step.batch, 1), -1)], dim=1)
             tokens[torch.arange(step.batch), drafted] = 4
-            rows = torch.where(tokens >= 0, 0, -1)
-            return Verdict(tokens, drafted + 1, rows)
+            rows = step.logits_start[:-1, None] + torch.arange(tokens.shape[1])
+            return Verdict(tokens, drafted + 1, torch.where(tokens >= 0, rows, -1))
 
     name = given_as(monkeypatch, Lying)
     status, out, _ = run(
@@ -264,6 +264,24 @@ def test_mistakes_are_one_line_and_exit_status_2(
     assert message in err
     assert err.startswith("specdec: ")
     assert len(err.splitlines()) == 1
+
+
+def test_bytes_that_are_no_utf8_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argument = b"a \xff".decode(errors="surrogateescape")  # as Python reads arguments
+    status, _, err = run(capsys, "--model", "/no/such", "--prompt", argument)
+    assert status == 2
+    assert err == "specdec: the prompt 'a \\udcff' is not valid UTF-8; give it as UTF-8 text\n"
+    for errors, said in (
+        ("strict", "stdin cannot be read as text: 'utf-8' codec can't decode byte 0xff"),
+        ("surrogateescape", "the prompt '\\udcff' is not valid UTF-8"),
+    ):
+        stdin = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        status, _, err = run(capsys, "--model", "/no/such", "--prompts-file", "-")
+        assert status == 2
+        assert said in err
 
 
 def test_misuse_of_the_options_is_argparses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ class LookupOptions:
 
 class Lookup(Speculator):
     Options = LookupOptions
+    reads_model = True
 
 
 class Bare(Speculator):
@@ -589,3 +590,15 @@ def test_no_value_raises_anything_but_a_configuration_error(value: Any) -> None:
 def test_a_value_is_shown_without_failing_and_shortly(value: Any) -> None:
     assert len(shown(value)) < 60_000
     assert isinstance(fits(value, dict[str, list[int]] | tuple[int, str]), bool)
+
+
+@pytest.mark.parametrize("key", ["model", "revision", "code_revision"])
+def test_keys_of_a_checkpoint_are_refused_by_a_method_that_loads_none(key: str) -> None:
+    config = parse({"method": "bare", key: "some/drafter"})
+    with pytest.raises(ConfigError, match=f"{key}='some/drafter' is refused: 'bare' loads no"):
+        config.resolve(Bare, "bare")
+    config.resolve(Lookup, "bare")
+
+
+def test_a_model_that_is_only_the_methods_name_asks_for_no_checkpoint() -> None:
+    assert parse({"method": "bare", "model": "bare"}).resolve(Bare, "bare").model == "bare"

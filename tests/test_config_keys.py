@@ -1,6 +1,6 @@
 """Every key that vLLM's SpeculativeConfig knows is used here, or refused with the reason.
 
-The table is reference/verification.md §12.1 in its order, one row per key: a value somebody
+The table holds the fields of vLLM 0.33's SpeculativeConfig, one row per key: a value somebody
 would write, and who uses it. CORE: every method shares it. PLUGIN: a speculator may declare it
 in its Options; without one it is refused. NOBODY: no speculator of ours can mean it, though one
 that declares it still gets it.
@@ -80,6 +80,8 @@ each_key = pytest.mark.parametrize("key", KEYS, ids=lambda k: k.name)
 
 class Plain(Speculator):
     """Declares no key of its own."""
+
+    reads_model = True
 
 
 def declaring(key: str) -> type[Speculator]:

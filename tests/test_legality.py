@@ -36,7 +36,7 @@ def test_every_way_of_drawing_under_every_rule(drawn: str, rule: str, asked: str
     values = {"rejection_sample_method": rule}
     if asked is not None:
         values["draft_sample_method"] = asked
-    has = capabilities(drawn=drawn, q="dense")
+    has = capabilities(drawn=drawn, q="dense" if drawn == "independent" else None)
     if asked == "coupled" and rule != "coupled":
         with pytest.raises(ConfigError, match="'coupled' is refused with"):
             config(**values)
@@ -159,6 +159,7 @@ def test_capabilities_that_make_no_sense_are_the_plugins_fault(
 
 def test_capabilities_of_the_right_types_pass() -> None:
     has = capabilities(
+        drawn="independent",
         q="dense",
         max_drafts=7,
         hidden_states=[2, 4],
@@ -168,3 +169,26 @@ def test_capabilities_of_the_right_types_pass() -> None:
     )
     assert has.hidden_states == (2, 4)
     assert settle(config(num_speculative_tokens=7), has, "X").drafts == 7
+
+
+@pytest.mark.parametrize("drawn", ["deterministic", "coupled"])
+def test_only_independent_drafts_have_a_law_to_hand_over(drawn: Any) -> None:
+    # judged by p / q, an argmax with the softmax it was taken from biases the output
+    with pytest.raises(PluginError, match=f"drawn '{drawn}' have no law of their own"):
+        settle(config(), capabilities(drawn=drawn, q="dense"), "X")
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        ({"heads": 0}, "heads of a KVLayer is 0, but it has to be an integer from 1 up"),
+        ({"heads": True}, "heads of a KVLayer is True"),
+        ({"k_dim": "4"}, "k_dim of a KVLayer is '4'"),
+        ({"window": -3}, "window of a KVLayer is -3"),
+        ({"dtype": "bf16"}, "dtype of a KVLayer is 'bf16', but it has to be a torch.dtype or None"),
+    ],
+)
+def test_a_layer_of_pages_has_to_make_sense(layer: dict[str, Any], said: str) -> None:
+    values: Any = {"heads": 1, "k_dim": 2, "v_dim": 2, **layer}
+    with pytest.raises(PluginError, match=f"^X: capabilities: {said}"):
+        settle(config(), capabilities(kv_layers=[KVLayer(**values)]), "X")

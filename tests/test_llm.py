@@ -149,7 +149,10 @@ def test_many_requests_run_through_few_slots() -> None:
 
 
 def test_more_drafts_than_there_is_room_for_are_cut() -> None:
-    config = {"method": Successor, "num_speculative_tokens": 40}
+    config = {"method": Successor, "num_speculative_tokens": 12}
+    with pytest.raises(ConfigError, match="is 12, which no sequence of max_model_len=12 tokens"):
+        LLM(counting(), speculative_config=config, max_model_len=12)
+    config["num_speculative_tokens"] = 11
     with LLM(counting(), speculative_config=config, max_model_len=12) as llm:
         assert tokens(llm.generate([[1, 2]], greedy(None), use_tqdm=False)) == [count(3, 10)]
 
@@ -243,10 +246,12 @@ def test_a_request_that_outgrows_the_whole_cache_is_refused() -> None:
 
 
 def test_more_stop_tokens_than_are_kept_are_refused() -> None:
-    with LLM(tiny_target(vocab=100, eos_token_id=99)) as llm:
-        with pytest.raises(PromptError, match="more than 64 stop tokens"):
-            llm.generate([1], SamplingParams(stop_token_ids=list(range(64))), use_tqdm=False)
-        llm.generate([1], SamplingParams(stop_token_ids=list(range(63))), use_tqdm=False)
+    with LLM(tiny_target(vocab=300, eos_token_id=299)) as llm:
+        many = list(range(256))
+        with pytest.raises(PromptError, match="has 257 stop tokens, 256 of its own and the others"):
+            llm.generate([1], SamplingParams(stop_token_ids=many), use_tqdm=False)
+        llm.generate([1], SamplingParams(stop_token_ids=many[1:]), use_tqdm=False)
+        llm.generate([1], SamplingParams(stop_token_ids=many, ignore_eos=True), use_tqdm=False)
 
 
 def test_chat_takes_conversations_only(small: LLM) -> None:
@@ -293,7 +298,10 @@ def test_neutral_keywords_of_vllm_pass() -> None:
 
 
 def test_a_cache_too_small_for_a_single_page_is_refused() -> None:
-    with pytest.raises(OutOfMemoryError, match=f"needs {2 * PAGE} bytes at least, but 100 are"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=rf"needs {2 * PAGE} bytes at least \(0 of them for the speculator\), but 100 are",
+    ):
         LLM(counting(), kv_cache_memory=100)
 
 
@@ -435,7 +443,8 @@ def test_special_tokens_are_left_out_of_the_text_unless_they_are_wanted(
         )
     assert without.outputs[0].token_ids == [16, 0, 1]
     assert without.outputs[0].text == "."
-    assert with_them.outputs[0].text == ". <unk> <eos>"
+    # the token that stopped it is never part of the text
+    assert with_them.outputs[0].text == ". <unk>"
 
 
 def test_a_chat_is_a_generation_from_the_template(model_folder: Path) -> None:
@@ -551,3 +560,29 @@ def test_parameters_can_be_shared_and_copied() -> None:
     params = greedy()
     copy: SamplingParams = attrs.evolve(params)
     assert copy == params
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"revision": "main"}, "revision says how to load a model, but the model was passed in"),
+        ({"hf_token": "x"}, "hf_token says how to load a model"),
+        ({"trust_remote_code": True}, "trust_remote_code says how to load a model"),
+        ({"trust_remote_code": "false"}, "trust_remote_code is 'false', but it has to be True or"),
+        ({"skip_tokenizer_init": "no"}, "skip_tokenizer_init is 'no', but it has to be True or"),
+        ({"tokenizer_revision": "main"}, "tokenizer_revision says how to load a tokenizer, but"),
+        ({"tokenizer_kwargs": {}}, "tokenizer_kwargs says how to load a tokenizer, but none is"),
+        (
+            {"skip_tokenizer_init": True, "tokenizer_kwargs": {}},
+            "skip_tokenizer_init=True contradicts giving tokenizer_kwargs",
+        ),
+    ],
+)
+def test_what_would_be_ignored_for_a_module_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(counting(), **settings)
+
+
+def test_a_folder_has_no_revisions(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder and has none"):
+        LLM(model_folder, revision="main")

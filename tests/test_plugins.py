@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from specdec import cli_plugins, plugins
-from specdec.errors import PluginError, SpecdecError
+from specdec.cli import main
+from specdec.errors import PluginError, SpecdecError, TargetError
 from specdec.speculator import Speculator
 
 Install = Callable[..., Path]
@@ -160,7 +161,7 @@ def test_an_unknown_name_gets_the_nearest_or_a_command(install: Install) -> None
     assert said.startswith("no speculator named 'lookahed'; installed: ")
     assert said.endswith("; did you mean 'lookahead'?")
     assert raised(lambda: plugins.find("Brand-new")).endswith(
-        "; try: pip install specdec-plugin-brand-new"
+        "; if somebody publishes it, its distribution is likely called specdec-plugin-brand-new"
     )
     # what cannot be the name of a package becomes no part of a command
     assert "pip" not in raised(lambda: plugins.find("x; rm -rf /"))
@@ -249,11 +250,15 @@ def test_an_entry_point_that_is_no_speculator_is_refused(
     assert said in message
 
 
-@pytest.mark.parametrize("signal", [SystemExit, KeyboardInterrupt])
-def test_an_exit_during_import_passes(install: Install, signal: type[BaseException]) -> None:
-    install("dist-exit", {"exits": "exit_m:Some"}, module=f"raise {signal.__name__}")
-    with pytest.raises(signal):
-        plugins.load(plugins.find("exits"))
+def test_an_interrupt_during_import_passes_and_an_exit_is_a_failure(install: Install) -> None:
+    install("dist-stop", {"stops": "stop_m:Some"}, module="raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        plugins.load(plugins.find("stops"))
+    install("dist-exit", {"exits": "exit_m:Some"}, module="import sys\nsys.exit('no GPU here')")
+    assert raised(lambda: plugins.load(plugins.find("exits"))) == (
+        "speculator 'exits' of dist-exit 1.0 (exit_m:Some) failed to import: "
+        "SystemExit: no GPU here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -334,6 +339,23 @@ def test_problems_are_listed_and_give_status_one(
     assert (status, len(json.loads(out)["problems"])) == (1, 3)
 
 
+def test_control_characters_of_a_name_are_not_written_to_the_terminal(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"fast\x07": "f_m:Some"}
+    install("dist-\x1b[31mred", names, {"arch:\x1b[0m": "f_m:Other"}, "1\x9b", module="1 / 0")
+    status, out = command(capsys)
+    assert status == 1  # the pattern stands for no speculator
+    assert out.replace("\n", "").isprintable()
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("fast")]
+    assert row == ["fast\\x07", "-", "dist-\\x1b[31mred", "1\\x9b", "-"]
+    assert "dist-\\x1b[31mred 1\\x9b stands for f_m:Other" in out
+    assert main(["plugins", "fast\x07", "--target", "/no/such"]) == 2
+    err = capsys.readouterr().err
+    assert "dist-\\x1b[31mred" in err
+    assert err.replace("\n", "").isprintable()
+
+
 def test_what_is_switched_off_is_listed_as_disabled(
     install: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,7 +418,8 @@ class Some(Speculator):
 
     def capabilities(self):
         return Capabilities(
-            drawn=self.drawn, q="dense", default_drafts=3, max_drafts=7, hidden_states=(0, 2),
+            drawn=self.drawn, q="dense" if self.drawn == "independent" else None,
+            default_drafts=3, max_drafts=7, hidden_states=(0, 2),
             post_norm=True, kv_layers=[KVLayer(2, self.width, 8, dtype=torch.float16)],
             verification=[VerificationRule("own_rule", lossless=False)],
         )
@@ -446,7 +469,7 @@ def test_a_speculator_is_described_for_a_target_without_weights(
         "max_drafts": 7,
         "max_context": None,
         "drawn": "coupled",
-        "q": "dense",
+        "q": None,
         "confidence": False,
         "hidden_states": ["embedding", "entering layer 2", "after the final norm"],
         "cache_layers": 1,
@@ -499,6 +522,18 @@ def test_a_target_that_is_not_there_is_refused(
     nowhere = str(tmp_path / "nowhere")
     said = raised(lambda: command(capsys, "some", "--target", nowhere), SpecdecError)
     assert nowhere in said
+
+
+def test_a_target_that_cannot_be_built_says_why(
+    install: Install, tiny: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("dist-some", {"some": "some_m:Some"}, module=DESCRIBED)
+    path = Path(tiny, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "foo"}))
+    said = raised(lambda: command(capsys, "some", "--target", tiny), TargetError)
+    assert said.endswith(
+        "cannot be built: hidden_act names 'foo', which transformers does not know"
+    )
 
 
 @pytest.mark.parametrize(

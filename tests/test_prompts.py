@@ -117,6 +117,18 @@ def test_text_without_a_tokenizer_is_refused(prompts: Any) -> None:
         read_prompts(prompts, None)
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    ["a \ud800", ["the", "a \ud800"], {"prompt": "a \ud800"}, {**USER, "content": "\ud800"}],
+    ids=["text", "list", "dict", "chat"],
+)
+def test_half_a_character_is_refused(prompts: Any, tokenizer: Any) -> None:
+    with pytest.raises(
+        PromptError, match=r"^a text prompt holds the lone surrogate '\\ud800' at position \d"
+    ):
+        read_prompts(prompts, tokenizer)
+
+
 def test_chat_without_a_template_is_refused(model_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = None

@@ -55,6 +55,7 @@ def test_the_defaults_are_vllms() -> None:
         ({"stop_token_ids": ["a"]}, "stop_token_ids is"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5, but it has to be a list"),
         ({"ignore_eos": 1}, "ignore_eos is 1, but it has to be true or false"),
+        ({"n": 10_001}, "n is 10001, but it can be 10000 at most: all completions of a prompt"),
         ({"n": 2, "temperature": 0}, "n is 2 at temperature 0: the completions would all be"),
         ({"temprature": 1}, "no key 'temprature'; did you mean 'temperature'"),
     ],
@@ -86,7 +87,32 @@ def test_parameters_that_would_be_ignored_are_refused_with_the_reason(
         SamplingParams(**{name: value})
 
 
+class _Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not to be compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", np.array([1, 2])),
+        ("logit_bias", {3: np.array([1, 2])}),
+        ("stop", np.array(["a"])),
+        ("stop", [np.array(["a", "b"])]),
+        ("bad_words", torch.tensor([1, 2])),
+        ("logits_processors", _Incomparable()),
+    ],
+    ids=str,
+)
+def test_arrays_for_parameters_that_would_be_ignored_are_refused_too(name: str, value: Any) -> None:
+    with pytest.raises(PromptError, match=f"^the sampling parameter {name}=.* is refused: "):
+        SamplingParams(**{name: value})
+
+
 def test_values_that_ask_for_nothing_pass() -> None:
+    assert SamplingParams(stop=np.array([]), min_tokens=np.int64(0)) == SamplingParams()
     pasted = SamplingParams(
         repetition_penalty=1.0,
         presence_penalty=0,

@@ -49,7 +49,8 @@ def make_step() -> Step:
         tokens=ints(ROWS), positions=ints(ROWS), query_start=torch.tensor([0, 3, 6, 7]),
         slots=torch.tensor([0, 3, 1]), num_drafts=torch.tensor([2, 2, 0]),
         is_prefill=ints(BATCH).bool(), samples=ints(BATCH, value=1).bool(),
-        logits_rows=torch.arange(ROWS), logits_start=torch.tensor([0, 3, 6, 7]),
+        logits_rows=torch.arange(ROWS), predicted=torch.arange(ROWS) + 1,
+        logits_start=torch.tensor([0, 3, 6, 7]),
         valid_rows=ints(BATCH, value=1), next_token=ints(BATCH, value=4), k=ints(BATCH, value=K),
         state=state,
     )  # fmt: skip
@@ -384,11 +385,6 @@ def test_a_rule_of_its_own_is_asked_only_if_it_is_named() -> None:
         named.verify(STEP, DRAFT, LOGITS)
 
 
-def test_a_verdict_under_its_own_rule_is_taken() -> None:
-    own = attrs.evolve(CORE, tokens=ints(BATCH, K + 1, value=1))
-    assert session(Ruled(own), rule="own", capabilities=OWN).verify(STEP, DRAFT, LOGITS) is own
-
-
 # --- what may be answered -------------------------------------------------
 
 
@@ -455,8 +451,14 @@ def test_drafts_may_be_short_or_none_at_all() -> None:
     for value in (-1, 0, VOCAB - 1):
         answer = tokens(ints(BATCH, K, value=value))
         assert session(Toy(answer)).propose(STEP, None, K) is answer
-    nothing = tokens(ints(BATCH, 0))
-    assert session(Toy(nothing)).propose(STEP, None, 0) is nothing
+
+
+@pytest.mark.parametrize("nothing", [ints(BATCH, 0), torch.tensor([[]] * BATCH)])
+def test_an_answer_without_columns_may_be_of_any_dtype(nothing: Tensor) -> None:
+    draft = session(Toy(tokens(nothing))).propose(STEP, None, 0)
+    assert draft is not None
+    assert draft.tokens.dtype == torch.int64
+    assert draft.tokens.shape == (BATCH, 0)
 
 
 def test_ids_are_not_read_on_a_device() -> None:
@@ -478,7 +480,17 @@ GOOD_DENSE = DenseQ(torch.zeros(SLOTS, K + 1, VOCAB - 2))
 GOOD_SPARSE = SparseQ(ints(SLOTS, K, 4), torch.zeros(SLOTS, K, 4))
 
 
-@pytest.mark.parametrize(("capabilities", "q"), [(DENSE, GOOD_DENSE), (SPARSE, GOOD_SPARSE)])
+@pytest.mark.parametrize(
+    ("capabilities", "q"),
+    [
+        (DENSE, GOOD_DENSE),
+        (SPARSE, GOOD_SPARSE),
+        (DENSE, DenseQ(torch.zeros(SLOTS, K, VOCAB, dtype=torch.bfloat16))),
+        # a dimension of one entry has no order, and the others may lie as they like
+        (DENSE, DenseQ(torch.zeros(SLOTS, 1, K).transpose(1, 2))),
+        (DENSE, DenseQ(torch.zeros(K, SLOTS, VOCAB).transpose(0, 1))),
+    ],
+)
 def test_q_of_the_declared_form_is_taken(capabilities: Capabilities, q: Any) -> None:
     answer = Draft(DRAFT.tokens, q=q)
     assert session(Toy(answer), capabilities=capabilities).propose(STEP, None, K) is answer
@@ -504,6 +516,32 @@ def test_q_of_the_declared_form_is_taken(capabilities: Capabilities, q: Any) -> 
         (DENSE, DenseQ(torch.zeros(SLOTS, K)), "q.logits of shape [5, 2]; [5 slots, 2 or more"),
         (DENSE, DenseQ(torch.zeros(SLOTS, K, 2, device=META)), "q.logits on meta; cpu is"),
         (SPARSE, SparseQ(ints(3, K, 4), torch.zeros(SLOTS, K, 4)), "q.ids of shape [3, 2, 4]"),
+        (
+            DENSE,
+            DenseQ(ints(SLOTS, K, VOCAB)),
+            "q.logits of dtype torch.int64; a float dtype is expected",
+        ),
+        (
+            SPARSE,
+            SparseQ(ints(SLOTS, K, 4).int(), torch.zeros(SLOTS, K, 4)),
+            "q.ids of dtype torch.int32; torch.int64 is expected",
+        ),
+        (
+            SPARSE,
+            SparseQ(ints(SLOTS, K, 4), torch.zeros(SLOTS, K, 3)),
+            "q.ids of shape [5, 2, 4] and q.logits of shape [5, 2, 3]; one shape for both is",
+        ),
+        (
+            SPARSE,
+            SparseQ(ints(SLOTS, K, 4), torch.zeros(SLOTS, K + 1, 4)),
+            "q.ids of shape [5, 2, 4] and q.logits of shape [5, 3, 4]; one shape for both is",
+        ),
+        (DENSE, DenseQ(torch.zeros(SLOTS, K, 0)), "q.logits without columns; 1 or more is"),
+        (
+            DENSE,
+            DenseQ(torch.zeros(SLOTS, VOCAB, K).transpose(1, 2)),
+            "q.logits of strides [32, 1, 2]; a contiguous last dimension is expected",
+        ),
     ],
 )
 def test_a_wrong_q_is_refused(capabilities: Capabilities, q: Any, said: str) -> None:
@@ -528,42 +566,105 @@ def test_wrong_features_are_refused(answer: Any, said: str) -> None:
     assert message.startswith(f"extract_hidden_states with {said}")
 
 
+# request 0 has two drafts, request 1 one draft, request 2 none, request 3 draws nothing
+TESTED = attrs.evolve(
+    STEP,
+    slots=torch.tensor([0, 3, 1, 2]),
+    num_drafts=torch.tensor([2, 1, 0, 0]),
+    logits_start=torch.tensor([0, 3, 5, 6, 6]),
+)
+UNDER_TEST = Draft(tokens=torch.tensor([[3, 4], [5, -1], [-1, -1], [-1, -1]]))
+GOOD = Verdict(
+    tokens=torch.tensor([[3, 4, 9], [8, -1, -1], [0, -1, -1], [-1, -1, -1]]),
+    count=torch.tensor([3, 1, 1, 0]),
+    rows=torch.tensor([[0, 1, 2], [3, -1, -1], [5, -1, -1], [-1, -1, -1]]),
+)
+WIDE = (4, K + 1)
+
+
+def judged(answer: Any, step: Step = TESTED, device: torch.device = CPU) -> Verdict:
+    own = session(Ruled(answer), rule="own", capabilities=OWN, device=device)
+    return own.verify(step, UNDER_TEST, LOGITS)
+
+
 def cut(name: str, value: Any) -> Verdict:
-    return attrs.evolve(CORE, **{name: value})
+    return attrs.evolve(GOOD, **{name: value})
 
 
-SHORT = torch.tensor([[3, -1, -1], [3, 4, -1], [-1, -1, -1]])
-GOOD = Verdict(tokens=SHORT, count=torch.tensor([1, 2, 0]), rows=SHORT.clamp(max=ROWS - 1))
+def changed(**places: tuple[Any, int]) -> Verdict:
+    """The good verdict with single entries changed."""
+    fields = {name: getattr(GOOD, name).clone() for name in places}
+    for name, (place, value) in places.items():
+        fields[name][place] = value
+    return attrs.evolve(GOOD, **fields)
 
 
-def test_a_verdict_of_unequal_lengths_is_taken() -> None:
-    assert session(Ruled(GOOD), rule="own", capabilities=OWN).verify(STEP, DRAFT, LOGITS) is GOOD
+def test_a_verdict_that_fits_its_step_is_taken() -> None:
+    assert judged(GOOD) is GOOD
+    one = changed(count=(0, 2), tokens=((0, 2), -1), rows=((0, 2), -1))
+    assert judged(one) is one
+    # a refused draft may be followed by any token, the draft itself included
+    again = changed(tokens=((1, 0), 5))
+    assert judged(again) is again
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (None, "None under its own rule 'own'; a specdec.Verdict is expected"),
-        (ints(BATCH, K + 1), "a tensor of shape [3, 3] under its own rule 'own'; a specdec.Verd"),
-        (cut("tokens", ints(BATCH, K)), "emitted tokens of shape [3, 2]; [3, 3] is expected"),
-        (cut("tokens", ints(BATCH, K + 1).int()), "emitted tokens of dtype torch.int32"),
-        (cut("tokens", ints(BATCH, K + 1, value=VOCAB)), "emitted tokens that hold 16; -1 to 15"),
-        (cut("tokens", ints(BATCH, K + 1).to(META)), "emitted tokens on meta; cpu is expected"),
-        (cut("count", ints(BATCH, 1)), "counts of shape [3, 1]; [3] is expected"),
-        (cut("count", ints(BATCH).float()), "counts of dtype torch.float32; torch.int64"),
-        (cut("count", ints(BATCH, value=K + 2)), "counts that hold 4; 0 to 3 is expected"),
-        (cut("count", ints(BATCH, value=-1)), "counts that hold -1; 0 to 3 is expected"),
-        (cut("rows", ints(BATCH, K)), "rows of shape [3, 2]; [3, 3] is expected"),
-        (cut("rows", ints(BATCH, K + 1, value=ROWS)), "rows that hold 7; -1 to 6 is expected"),
+        (None, "None; a specdec.Verdict is expected"),
+        (ints(*WIDE), "a tensor of shape [4, 3]; a specdec.Verdict is expected"),
+        (cut("tokens", ints(4, K)), "emitted tokens of shape [4, 2]; [4, 3] is expected"),
+        (cut("tokens", ints(*WIDE).int()), "emitted tokens of dtype torch.int32"),
+        (cut("tokens", ints(*WIDE, value=VOCAB)), "emitted tokens that hold 16; -1 to 15"),
+        (cut("tokens", ints(*WIDE).to(META)), "emitted tokens on meta; cpu is expected"),
+        (cut("count", ints(4, 1)), "counts of shape [4, 1]; [4] is expected"),
+        (cut("count", ints(4).float()), "counts of dtype torch.float32; torch.int64"),
+        (cut("rows", ints(4, K)), "rows of shape [4, 2]; [4, 3] is expected"),
         (cut("rows", None), "rows of type NoneType; a tensor is expected"),
-        (cut("count", ints(BATCH, value=1)), "tokens unlike their counts; that many, then -1,"),
-        (attrs.evolve(GOOD, rows=CORE.rows), "rows unlike their counts; that many, then -1,"),
+        # a request emits something exactly if it has rows, and no more than it has
+        (changed(count=(0, K + 2)), "a count of 4 for request 0, which has 2 drafts and 3 rows"),
+        (changed(count=(0, -(2**63))), "a count of -9223372036854775808 for request 0, which"),
+        (
+            changed(count=(1, 3), tokens=(1, 5), rows=(1, 4)),
+            "a count of 3 for request 1, which has 1 drafts and 2 rows of logits; 1 to 2 is",
+        ),
+        (
+            changed(count=(2, 0), tokens=((2, 0), -1), rows=((2, 0), -1)),
+            "a count of 0 for request 2, which has 0 drafts and 1 rows of logits; 1 to 1 is",
+        ),
+        (
+            changed(count=(3, 1), tokens=((3, 0), 7), rows=((3, 0), 5)),
+            "a count of 1 for request 3, which has 0 drafts and 0 rows of logits; 0 is expected",
+        ),
+        # as many tokens as counted
+        (
+            changed(tokens=((1, 1), 7)),
+            "tokens [8, 7, -1] and a count of 1 for request 1; that many tokens, then -1, is",
+        ),
+        (changed(tokens=((0, 1), -1)), "tokens [3, -1, 9] and a count of 3 for request 0; that"),
+        # all but the last are the drafts
+        (
+            changed(tokens=((0, 1), 5)),
+            "tokens [3, 5, 9] for request 0, whose drafts are [3, 4]; its first drafts, then one",
+        ),
+        # row by row
+        (changed(rows=((0, 1), 2)), "rows [0, 2, 2] for request 0; [0, 1, 2] is expected"),
+        (changed(rows=((1, 0), 0)), "rows [0, -1, -1] for request 1; [3, -1, -1] is expected"),
+        (changed(rows=((2, 1), 6)), "rows [5, 6, -1] for request 2; [5, -1, -1] is expected"),
+        (changed(rows=((0, 0), 2**63 - 1)), "rows [9223372036854775807, 1, 2] for request 0;"),
     ],
 )
 def test_a_wrong_verdict_is_refused(answer: Any, said: str) -> None:
-    own = session(Ruled(answer), rule="own", capabilities=OWN)
-    message = wrong(lambda: own.verify(STEP, DRAFT, LOGITS))
-    assert message.startswith(f"verify with {said}")
+    message = wrong(lambda: judged(answer))
+    assert message.startswith(f"verify under its own rule 'own' with {said}")
+
+
+def test_a_verdict_is_not_read_on_a_device() -> None:
+    def unread(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=META)
+
+    answer = Verdict(tokens=unread(*WIDE), count=unread(4), rows=unread(*WIDE))
+    assert judged(answer, device=META) is answer
 
 
 # --- whose fault ----------------------------------------------------------

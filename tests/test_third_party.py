@@ -69,6 +69,7 @@ class Parrot(Speculator):
     "Says the last two tokens again and again, or the one its checkpoint says, plus a shift."
 
     Options = Options
+    reads_model = True
 
     def __init__(self, target, config):
         self.vocab = target.vocab_size

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import LLM, RequestOutput, SamplingParams, SpecdecError
+from specdec.outputs import SpeculationMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ROOT / "benchmarks" / "prompts.json"
@@ -72,7 +73,8 @@ def main() -> int:
     ):
         for llm in (plain, ours):  # the first call pays for what is set up once
             generate(llm, "Hello", SamplingParams(temperature=0, max_tokens=4))
-        before = ours.metrics.num_drafts
+        warm = SpeculationMetrics()
+        warm.add(ours.metrics)
         print(
             f"\n{'prompt':12}{'':16}{'plain':>9}{'ours':>9}{'gain':>7}{'tokens/step':>13}  tokens"
         )
@@ -94,11 +96,13 @@ def main() -> int:
                     flush=True,
                 )
         metrics, lossless = ours.metrics, ours.lossless
-    drafts = metrics.num_drafts - before or 1
-    print(f"\n{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted")
+    drafts = metrics.num_drafts - warm.num_drafts or 1
+    accepted = metrics.num_accepted_tokens - warm.num_accepted_tokens
+    print(f"\n{accepted} of {metrics.num_draft_tokens - warm.num_draft_tokens} drafts accepted")
     print("accepted by position (of the steps with drafts):")
-    for position, accepted in enumerate(metrics.accepted_per_pos):
-        share = accepted / drafts
+    before = [*warm.accepted_per_pos, *[0] * len(metrics.accepted_per_pos)]
+    for position, count in enumerate(metrics.accepted_per_pos):
+        share = (count - before[position]) / drafts
         print(f"  {position + 1}  {share:5.1%}  {'█' * round(40 * share)}")
     if not lossless:
         print("\nthis verification is not lossless: tokens are not expected to be equal")

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from specdec.runner.attention_plan import FEW_ROWS
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,14 +30,15 @@ class RowwiseActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         if self.blocks.rows < 0:
-            whole: Tensor = self.activation(x)
-            return whole
+            out: Tensor = self.activation(x)
+            return out
         flat = x.reshape(-1, x.shape[-1])
         rows = flat.shape[0]
         parts: list[Tensor] = []
-        for start, end in self.blocks.cuts if rows == self.blocks.rows else [(0, rows)]:
-            chunk = end - start > FEW_ROWS and rows == self.blocks.rows
-            pieces = [flat[start:end]] if chunk else flat[start:end].split(1)  # type: ignore[no-untyped-call]
+        for cut in self.blocks.cuts if rows == self.blocks.rows else [(0, rows)]:
+            part = flat[slice(*cut)]
+            whole = rows == self.blocks.rows and cut in self.blocks.chunks
+            pieces = [part] if whole else part.split(1)  # type: ignore[no-untyped-call]
             parts += [self.activation(piece) for piece in pieces]
         return torch.cat(parts).view(x.shape) if parts else torch.empty_like(x)
 

@@ -13,7 +13,7 @@ import torch
 from specdec import checkpoints, plugins
 from specdec.acceptance import conditional, rates_for_length
 from specdec.config import SpeculativeConfig
-from specdec.errors import ConfigError, PluginError, SpecdecError
+from specdec.errors import PLUGIN_ERRORS, ConfigError, PluginError, SpecdecError, told
 from specdec.legality import Agreement, settle
 from specdec.length_policy import FallingLength, FixedLength, LengthPolicy
 from specdec.length_table import drafts_by_batch
@@ -115,7 +115,7 @@ def assemble(
         max_model_len = _context(settings.max_model_len, target)
         capabilities, agreement = None, None
         if config is not None and choice is not None and own is not None:
-            told = _target_info(model, target, max_model_len, settings)
+            told = _target_info(model, target, max_model_len, settings, load.get("revision"))
             loaded = _call(label, "load", lambda: choice.speculator.load(told, own))
             if not isinstance(loaded, Speculator):
                 raise PluginError(
@@ -130,6 +130,11 @@ def assemble(
                     "specdec.Capabilities is expected"
                 )
             agreement = settle(config, capabilities, label)
+            if agreement.drafts >= max_model_len:
+                raise ConfigError(
+                    f"num_speculative_tokens is {agreement.drafts}, which no sequence of "
+                    f"max_model_len={max_model_len} tokens has room for"
+                )
             wanted = (
                 capabilities.hidden_states,
                 capabilities.post_norm,
@@ -186,8 +191,9 @@ def _call(label: str, what: str, call: Callable[[], Any]) -> Any:
     except SpecdecError as error:
         error.add_note(f"raised by {label} in {what}")
         raise
-    except Exception as error:  # whatever a plugin raises
-        raise PluginError(f"{label} raised {type(error).__name__} in {what}: {error}") from error
+    except PLUGIN_ERRORS as error:
+        kind, _, text = told(error).partition(": ")
+        raise PluginError(f"{label} raised {kind} in {what}: {text}") from error
 
 
 def _context(wanted: int | None, target: TargetModel) -> int:
@@ -204,10 +210,16 @@ def _context(wanted: int | None, target: TargetModel) -> int:
 
 
 def _target_info(
-    model: object, target: TargetModel, max_model_len: int, settings: EngineSettings
+    model: object,
+    target: TargetModel,
+    max_model_len: int,
+    settings: EngineSettings,
+    revision: str | None,
 ) -> TargetInfo:
     return TargetInfo(
         name=str(model) if isinstance(model, str | Path) else target.name,
+        model=str(model) if isinstance(model, str | Path) else None,
+        revision=revision,
         config=target.config,
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -239,10 +251,12 @@ def _engine(
     pages = memory.allocate(
         target,
         capabilities.kv_layers if capabilities else (),
+        workspace=capabilities.workspace_bytes if capabilities else 0,
         budget=settings.kv_cache_memory,
         sequences=settings.max_num_seqs,
         max_blocks=max_blocks,
     )
+    memory.check_history(settings.max_num_seqs, max_model_len)
     slots = Slots(settings.max_num_seqs, max_model_len, max_blocks, drafts, target.device)
     scheduler = Scheduler(
         slots, BlockPool(pages.num_blocks), BLOCK_SIZE, settings.max_num_batched_tokens, lookahead
@@ -251,9 +265,8 @@ def _engine(
     rates = _rates(config, drafts, target.device) if config else None
 
     def verify(step: Step, draft: Draft, logits: torch.Tensor) -> Verdict:
-        predicted = step.positions[step.logits_rows] + 1
         return kernel_verify(
-            step, predicted, logits, draft.tokens, method=rule, q=draft.q, acceptance_rates=rates
+            step, logits, draft.tokens, method=rule, q=draft.q, acceptance_rates=rates
         )
 
     session = Session(
@@ -270,10 +283,10 @@ def _engine(
     if speculator is not None and capabilities and agreement and config:
         pools = Pools(
             kv=pages.drafter,
-            target_kv=pages.target,
+            target_kv=pages.target if capabilities.reads_target_kv else (),
             num_blocks=pages.num_blocks,
             block_size=BLOCK_SIZE,
-            max_num_seqs=settings.max_num_seqs,
+            num_slots=settings.max_num_seqs + 1,
             max_drafts=drafts,
             max_rows=settings.max_num_batched_tokens + settings.max_num_seqs * (drafts + 1),
         )

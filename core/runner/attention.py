@@ -112,6 +112,7 @@ def paged_attention(
         if tile.row_slice is not None:
             out[tile.row_slice] = attended
         else:
+            assert tile.out_rows is not None
             out.index_copy_(0, tile.out_rows, attended)
     if out is None:
         out = query.new_zeros(context.plan.rows, query.shape[1], value.shape[-1])

@@ -1,6 +1,6 @@
 """Which rows attend over which cache slots: worked out once per forward, used by every layer.
 
-A *tile* is one attention call. Requests with few rows (decode, verification) share tiles, padded
+A *tile* is one attention call. Decoding requests, which have a few rows each, share tiles, padded
 to the longest; a prefill chunk is a tile of its own, so that it pays for no padding.
 """
 
@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-FEW_ROWS = 16  # a request with more rows than this in one forward is a prefill chunk
+FEW_ROWS = 16  # a prompt's rows are a chunk of their own only if they are more than this
 KEY_BLOCK = 256  # deterministic: key lengths are multiples of this
 QUERY_TILE = 8  # deterministic: query rows of one tile entry, always exactly this many
 _SMALL_CONTEXT = 256  # below this, padding keys costs less than another call
@@ -38,7 +39,7 @@ class Tile:
         key_positions: Tensor,  # [n, keys]; a padded key has a position no row reaches
         *,
         out_from: Tensor | None,  # [m] index into n * q of every real row; None: all, in order
-        out_rows: Tensor,  # [m] the row each of them is
+        out_rows: Tensor | None,  # [m] the row each of them is; None: those of `row_slice`
         chunk: bool,  # one prefill chunk
         exact: bool,  # deterministic and not a chunk
         padded_keys: bool,
@@ -140,8 +141,9 @@ def plan_attention(
     block_size: int,
     *,
     deterministic: bool,
+    is_prefill: Sequence[bool] | None = None,
 ) -> AttentionPlan:
-    """Lay out one forward. Shapes as in `Rows`; each request's positions are consecutive."""
+    """Lay out one forward. Arguments as in `Rows`; each request's positions are consecutive."""
     device = positions.device
     rows, batch = positions.shape[0], len(query_start) - 1
     counts = [query_start[i + 1] - query_start[i] for i in range(batch)]
@@ -154,9 +156,10 @@ def plan_attention(
 
     few: list[_Piece] = []
     chunks: list[_Piece] = []
+    chunked = are_chunks(query_start, is_prefill)
     for i, count in enumerate(counts):
         first = context[i] - count
-        if count > FEW_ROWS:
+        if chunked[i]:
             chunks.append(_Piece(i, query_start[i], count, first))
         elif deterministic:
             few += [
@@ -165,13 +168,28 @@ def plan_attention(
             ]
         elif count:
             few.append(_Piece(i, query_start[i], count, first))
-    groups = [[chunk] for chunk in chunks] + _by_context(few)
     tiles = [
-        _tile(group, block_tables, block_size, device, deterministic=deterministic)
-        for group in groups
+        _tile([piece], block_tables, block_size, device, chunk=True, exact=False)
+        for piece in chunks
+    ]
+    tiles += [
+        _tile(group, block_tables, block_size, device, chunk=False, exact=deterministic)
+        for group in _by_context(few)
     ]
     complete = len(tiles) == 1 and tiles[0].row_slice == slice(0, rows)
     return AttentionPlan(rows, slots, tiles, complete)
+
+
+def are_chunks(query_start: Sequence[int], is_prefill: Sequence[bool] | None) -> list[bool]:
+    """Which requests are prefill chunks, [batch].
+
+    Not by the number of rows alone: a request whose many drafts are verified has to be computed
+    as one with few, or its logits would depend on their number.
+    """
+    long = [end - start > FEW_ROWS for start, end in pairwise(query_start)]
+    if is_prefill is None:
+        return long
+    return [a and b for a, b in zip(long, is_prefill, strict=True)]
 
 
 def _slots(tables: Tensor, request: Tensor, positions: Tensor, block_size: int) -> Tensor:
@@ -197,17 +215,16 @@ def _tile(
     block_size: int,
     device: torch.device,
     *,
-    deterministic: bool,
+    chunk: bool,
+    exact: bool,
 ) -> Tile:
-    chunk = pieces[0].count > FEW_ROWS
-    exact = deterministic and not chunk
     q = QUERY_TILE if exact else max(piece.count for piece in pieces)
     keys = max(piece.context for piece in pieces)
     if exact:
         keys = -(-keys // KEY_BLOCK) * KEY_BLOCK
 
-    host = [[p.request, p.start, p.count, p.position] for p in pieces]
-    request, start, count, position = torch.tensor(host, device=device).unbind(1)
+    host = np.array([[p.request, p.start, p.count, p.position] for p in pieces], dtype=np.int64)
+    request, start, count, position = torch.from_numpy(host).to(device).unbind(1)
     step = torch.minimum(torch.arange(q, device=device), count[:, None] - 1)  # [n, q]
     last = (position + count - 1)[:, None]  # [n, 1]
     key = torch.arange(keys, device=device)[None]  # [1, keys]
@@ -215,23 +232,28 @@ def _tile(
 
     padded_rows = any(piece.count != q for piece in pieces)
     follow = all(a.start + a.count == b.start for a, b in pairwise(pieces))
-    real = [(i * q + j, p.start + j) for i, p in enumerate(pieces) for j in range(p.count)]
-    out_from, out_rows = torch.tensor(real, device=device).unbind(1)
+    run = follow and not padded_rows
+    out_from = out_rows = None
+    if not run:
+        counts = host[:, 2]
+        entry = np.repeat(np.arange(len(pieces)), counts)
+        within = np.arange(len(entry)) - (np.cumsum(counts) - counts)[entry]
+        out_rows = torch.from_numpy(host[entry, 1] + within).to(device)
+        if padded_rows:
+            out_from = torch.from_numpy(entry * q + within).to(device)
     return Tile(
         start[:, None] + step,
         position[:, None] + step,
         key_index,
         # A padded key lies beyond every row of its entry, so causality alone hides it.
         key.expand(len(pieces), keys),
-        out_from=out_from if padded_rows else None,
+        out_from=out_from,
         out_rows=out_rows,
         chunk=chunk,
         exact=exact,
         padded_keys=any(piece.context != keys for piece in pieces),
         key_slice=_run(key_index) if not exact else None,
-        row_slice=slice(pieces[0].start, pieces[0].start + len(real))
-        if follow and not padded_rows
-        else None,
+        row_slice=slice(pieces[0].start, pieces[-1].start + pieces[-1].count) if run else None,
     )
 
 

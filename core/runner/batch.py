@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from specdec.runner.scheduler import Schedule
 from specdec.runner.state import Slots
 from specdec.runner.target import Rows
-from specdec.types import Step
+from specdec.types import Step, Verdict
 
 Ints = NDArray[np.int64]
 
@@ -20,15 +22,14 @@ Ints = NDArray[np.int64]
 class Batch:
     """A step with what only the host needs: the schedule, unpadded, and the target's view.
 
-    drafts: [batch, K] drafts under test, -1 = none, padded like the step.
-    draft_positions: [logit_rows] sequence index of the token that each row of logits predicts.
+    drafts: [batch, K] drafts under test, -1 = none, padded like the step; K is the most that a
+    request has, 0 if there are none.
     """
 
     schedule: Schedule
     step: Step
     rows: Rows
     drafts: Tensor
-    predicted: Tensor
 
 
 def padded_batch(requests: int) -> int:
@@ -67,12 +68,15 @@ def build(schedule: Schedule, slots: Slots, *, pad_rows: int, device: torch.devi
     reader = np.repeat(np.arange(requests), wanted)
     back = logits_start[reader + 1] - np.arange(int(logits_start[-1]))
     logits_rows = start[reader + 1] - back
+    logits_rows = _pad(logits_rows, -(-len(logits_rows) // pad_rows) * pad_rows, 0)
+    padded_position = _pad(position, padded, 0)
 
     padded_slots = _pad(schedule.slots, batch, -1)
     num_drafts = np.where(schedule.is_prefill, 0, counts - 1)
-    drafts = np.full((batch, slots.drafts.shape[1]), -1, dtype=np.int64)
-    columns = np.arange(drafts.shape[1])
-    drafts[:requests] = np.where(columns < num_drafts[:, None], slots.drafts[schedule.slots], -1)
+    columns = np.arange(int(num_drafts.max()))
+    drafts = np.full((batch, len(columns)), -1, dtype=np.int64)
+    under_test = slots.drafts[schedule.slots, : len(columns)]
+    drafts[:requests] = np.where(columns < num_drafts[:, None], under_test, -1)
 
     def put(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(device)
@@ -80,13 +84,14 @@ def build(schedule: Schedule, slots: Slots, *, pad_rows: int, device: torch.devi
     unset = torch.zeros(batch, dtype=torch.int64, device=device)
     step = Step(
         tokens=put(_pad(token, padded, 0)),
-        positions=put(_pad(position, padded, 0)),
+        positions=put(padded_position),
         query_start=put(start),
         slots=put(padded_slots),
         num_drafts=put(_pad(num_drafts, batch, 0)),
         is_prefill=put(_pad(schedule.is_prefill, batch, False)),
         samples=put(_pad(schedule.samples, batch, False)),
         logits_rows=put(logits_rows),
+        predicted=put(padded_position[logits_rows] + 1),
         logits_start=put(logits_start),
         valid_rows=unset,
         next_token=unset,
@@ -100,14 +105,24 @@ def build(schedule: Schedule, slots: Slots, *, pad_rows: int, device: torch.devi
         context=(slots.computed[schedule.slots] + counts).tolist(),
         block_tables=put(slots.block_tables[schedule.slots]),
         logits_rows=step.logits_rows,
+        is_prefill=schedule.is_prefill.tolist(),
     )
-    return Batch(
-        schedule=schedule,
-        step=step,
-        rows=rows,
-        drafts=put(drafts),
-        predicted=step.positions[step.logits_rows] + 1,
-    )
+    return Batch(schedule=schedule, step=step, rows=rows, drafts=put(drafts))
+
+
+def on_host(step: Step, verdict: Verdict) -> tuple[Step, Verdict]:
+    """Copies whose tensors are on the host; the same objects where they are there already."""
+    if step.tokens.device.type == "cpu":
+        return step, verdict
+
+    def copied(values: Step | Verdict) -> dict[str, Any]:
+        return {
+            field.name: value.cpu()
+            for field in attrs.fields(type(values))
+            if isinstance(value := getattr(values, field.name), Tensor)
+        }
+
+    return attrs.evolve(step, **copied(step)), attrs.evolve(verdict, **copied(verdict))
 
 
 def _pad(values: NDArray[np.generic], size: int, filler: int | bool) -> NDArray[np.generic]:

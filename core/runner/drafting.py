@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.errors import SpecdecError
+from specdec.errors import PLUGIN_ERRORS, SpecdecError, SpeculatorError, told
 from specdec.legality import Agreement
 from specdec.length_policy import LengthPolicy
 from specdec.runner.batch import Batch
@@ -17,7 +17,7 @@ from specdec.runner.sampling import draw
 from specdec.runner.state import Slots
 from specdec.session import Session
 from specdec.speculator import Speculator
-from specdec.types import Capabilities, Draft, Step, TargetOutputs, Verdict
+from specdec.types import Capabilities, Draft, RequestChanges, Step, TargetOutputs, Verdict
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -47,11 +47,25 @@ class Drafting:
         """Columns of every draft."""
         return self.agreement.drafts
 
+    def tell(self, changes: RequestChanges) -> None:
+        """Tell the speculator which requests came and went.
+
+        Raises:
+            SpeculatorError: it raised.
+        """
+        try:
+            self.speculator.requests_changed(changes)
+        except PLUGIN_ERRORS as error:
+            kind, _, text = told(error).partition(": ")
+            raise SpeculatorError(
+                f"{self.session.label} raised {kind} in requests_changed: {text}"
+            ) from error
+
     def verify(self, batch: Batch, logits: Tensor) -> tuple[Verdict, Failures]:
         """Judge the drafts under test; requests without any are given a plain draw."""
         step = batch.step
-        if not bool((step.num_drafts > 0).any()):
-            return draw(step, batch.predicted, logits, columns=self.k + 1), {}
+        if not batch.drafts.shape[1]:
+            return draw(step, logits), {}
         draft = Draft(tokens=batch.drafts, q=self._last.q if self._last is not None else None)
 
         def alone(request: int) -> Verdict:
@@ -63,8 +77,13 @@ class Drafting:
         try:
             return self.session.verify(step, draft, logits), {}
         except SpecdecError as error:
-            verdicts, failed = one_by_one(step, alone, error)
-        empty = batch.drafts.new_full((1, self.k + 1), -1)
+            # whoever has nothing under test is not asked about: core draws for it
+            tested = step.num_drafts > 0
+            verdicts, failed = one_by_one(step, alone, error, among=tested)
+            plain = draw(step, logits)
+            for request in (~tested).nonzero()[:, 0].tolist():
+                verdicts[request] = _widened(plain, request, batch.drafts.shape[1] + 1)
+        empty = batch.drafts.new_full((1, batch.drafts.shape[1] + 1), -1)
         none = Verdict(tokens=empty, count=empty.new_zeros(1), rows=empty)
         parts = [verdicts.get(b, none) for b in range(step.batch)]
         return Verdict(
@@ -85,12 +104,16 @@ class Drafting:
         )
         return np.where(going, k, 0)
 
-    def propose(self, step: Step, outputs: TargetOutputs) -> tuple[Draft | None, Failures]:
-        """Extract hidden states and draft from them."""
+    def propose(self, step: Step, outputs: TargetOutputs, k: Ints) -> tuple[Draft | None, Failures]:
+        """Extract hidden states and draft from them, as many as anybody wants.
+
+        k: drafts that each request wants, on the host.
+        """
+        most = int(k.max(initial=0))
 
         def ask(step: Step, outputs: TargetOutputs) -> Draft | None:
             hidden = self.session.extract_hidden_states(step, outputs)
-            return self.session.propose(step, hidden, self.k)
+            return self.session.propose(step, hidden, most)
 
         def alone(request: int) -> Draft | None:
             draft = ask(only(step, request), only_outputs(outputs, step, request))
@@ -107,23 +130,28 @@ class Drafting:
             return ask(step, outputs), {}
         except SpecdecError as error:
             answers, failed = one_by_one(step, alone, error)
-        return join(step, {b: d for b, d in answers.items() if d is not None}, self.k), failed
+        return join(step, {b: d for b, d in answers.items() if d is not None}, most), failed
 
-    def plan(self, step: Step, draft: Draft | None) -> None:
-        """Keep the drafts for the next step, cut to what each request was given.
+    def plan(self, which: Ints, draft: Draft | None, k: Ints) -> None:
+        """Keep the drafts of these slots for the next step, cut to what each request was given.
 
         A plan only shortens, and never looks at what the drafts are.
         """
         self._last = draft
-        slots = self.slots
-        which = step.slots.cpu().numpy()
-        valid = which >= 0
-        which = which[valid]
         if draft is None:
-            slots.num_drafts[which] = 0
+            self.slots.num_drafts[which] = 0
             return
-        tokens = draft.tokens.cpu().numpy()[valid]
-        k = step.k.cpu().numpy()[valid]
+        tokens = draft.tokens[: len(which)].cpu().numpy()
         given = (tokens >= 0) & (np.arange(tokens.shape[1]) < k[:, None])
-        slots.drafts[which] = tokens
-        slots.num_drafts[which] = np.cumprod(given, axis=1).sum(axis=1)
+        self.slots.drafts[which, : tokens.shape[1]] = tokens
+        self.slots.num_drafts[which] = np.cumprod(given, axis=1).sum(axis=1)
+
+
+def _widened(verdict: Verdict, request: int, columns: int) -> Verdict:
+    """The verdict of one request, in so many columns."""
+    one, wide = slice(request, request + 1), (0, columns - verdict.tokens.shape[1])
+    return Verdict(
+        tokens=torch.nn.functional.pad(verdict.tokens[one], wide, value=-1),
+        count=verdict.count[one],
+        rows=torch.nn.functional.pad(verdict.rows[one], wide, value=-1),
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.errors import SpeculatorError
 from specdec.outputs import FinishReason, SpeculationMetrics
-from specdec.runner.batch import Batch, build
+from specdec.runner.batch import Batch, build, on_host
 from specdec.runner.commit import Commit, commit
 from specdec.runner.drafting import Drafting
 from specdec.runner.isolation import Failures
@@ -24,7 +24,7 @@ from specdec.runner.sequence import Sequence
 from specdec.runner.state import SKIPS, Slots
 from specdec.runner.target import TargetModel
 from specdec.session import Session
-from specdec.types import HostStep, Step, TargetOutputs
+from specdec.types import HostStep, RequestChanges, Step, TargetOutputs
 
 logger = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
@@ -95,19 +95,20 @@ class Engine:
         outputs = self.target.forward(batch.rows)
         failed: Failures = {}
         if drafting is None:
-            verdict = draw(batch.step, batch.predicted, outputs.logits, columns=1)
+            verdict = draw(batch.step, outputs.logits)
         else:
             verdict, failed = drafting.verify(batch, outputs.logits)
         done = commit(batch, verdict, self.slots)
         self._record(batch, done, failed)
-        step = self._committed(batch, done)
+        k = self._wanted(schedule.slots, done)
+        step = self._committed(batch, done, k)
         if drafting is not None:
             draft, failed = drafting.propose(
-                step, TargetOutputs(outputs.captured, outputs.post_norm, outputs.pre_head)
+                step, TargetOutputs(outputs.captured, outputs.post_norm, outputs.pre_head), k
             )
-            self._fail(step, failed)
-            drafting.plan(step, draft)
-        for observer, error in self.session.step_finished(step, verdict):
+            self._fail(schedule.slots, failed)
+            drafting.plan(schedule.slots, draft, k)
+        for observer, error in self.session.step_finished(*on_host(step, verdict)):
             logger.error("the observer %r raised and was taken off", observer, exc_info=error)
 
     # -- between steps -----------------------------------------------------
@@ -122,22 +123,30 @@ class Engine:
         changes = self.scheduler.changes
         if not changes:
             return
-        added, finished = tuple(changes.added), tuple(changes.finished)
+        told = RequestChanges(added=tuple(changes.added), finished=tuple(changes.finished))
         changes.added.clear()
         changes.finished.clear()
         if self.drafting is None:
             return
         try:
-            self.drafting.speculator.requests_changed(
-                added=added, preempted=(), resumed=(), finished=finished
-            )
-        except Exception as error:  # whatever a plugin raises
-            logger.exception("%s raised in requests_changed", self.session.label)
-            reason = SpeculatorError(
-                f"{self.session.label} raised {type(error).__name__} in requests_changed: {error}"
-            )
-            for sequence in admitted:
-                self._finish(sequence, "error", str(reason))
+            self.drafting.tell(told)
+        except SpeculatorError as error:
+            logger.error("%s; telling request by request", error, exc_info=error)
+            self._tell_one_by_one(told)
+
+    def _tell_one_by_one(self, told: RequestChanges) -> None:
+        """Tell the speculator of every change alone; requests it does not take end."""
+        assert self.drafting is not None
+        for slot in told.finished:
+            try:
+                self.drafting.tell(RequestChanges(finished=(slot,)))
+            except SpeculatorError as error:  # its request has ended: nobody is left to end
+                logger.error("%s", error, exc_info=error)
+        for info in told.added:
+            try:
+                self.drafting.tell(RequestChanges(added=(info,)))
+            except SpeculatorError as error:
+                self._finish(self.scheduler.running[info.slot], "error", str(error))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         if sequence.slot >= 0:
@@ -196,14 +205,17 @@ class Engine:
             else:
                 sequence.news.append(sequence)
 
-    def _committed(self, batch: Batch, done: Commit) -> Step:
-        """The step with its commit fields, and how many drafts everybody is given next."""
-        slots, schedule = self.slots, batch.schedule
+    def _wanted(self, which: Ints, done: Commit) -> Ints:
+        """Drafts that each request of the step is given next, [batch]; 0 for those that ended."""
+        if self.drafting is None:
+            return np.zeros(len(which), dtype=np.int64)
         going = done.samples & ~done.stopped & ~done.full
-        going &= np.fromiter((s in self.scheduler.running for s in schedule.slots.tolist()), bool)
-        k = np.zeros(len(going), dtype=np.int64)
-        if self.drafting is not None:
-            k = self.drafting.wanted(schedule.slots, going)
+        going &= np.fromiter((s in self.scheduler.running for s in which.tolist()), bool)
+        return self.drafting.wanted(which, going)
+
+    def _committed(self, batch: Batch, done: Commit, k: Ints) -> Step:
+        """The step with its commit fields."""
+        slots, schedule = self.slots, batch.schedule
         padding = batch.step.batch - len(k)
         device = self.target.device
 
@@ -215,8 +227,8 @@ class Engine:
             host = HostStep(
                 slots=np.pad(schedule.slots, (0, padding), constant_values=-1),
                 k=np.pad(k, (0, padding)),
-                history=slots.history,
-                length=slots.length,
+                history=slots.history_view,
+                length=slots.length_view,
             )
         slots.upload()
         return attrs.evolve(
@@ -227,8 +239,8 @@ class Engine:
             host=host,
         )
 
-    def _fail(self, step: Step, failed: Failures) -> None:
+    def _fail(self, which: Ints, failed: Failures) -> None:
         for request, reason in failed.items():
-            sequence = self.scheduler.running.get(int(step.slots[request]))
+            sequence = self.scheduler.running.get(int(which[request]))
             if sequence is not None:
                 self._finish(sequence, "error", reason)

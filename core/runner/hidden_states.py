@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class HiddenStateHooks:
-    """Holds what the hooks of the running forward saw."""
+    """Holds what the hooks of the running forward saw.
+
+    They look away unless `watching`: the same modules may be run by their owner, or by another
+    target with hooks of its own.
+    """
 
     def __init__(self, decoder: nn.Module, layers: nn.ModuleList, name: str) -> None:
         self._decoder = decoder
@@ -25,6 +30,7 @@ class HiddenStateHooks:
         self._captured: dict[int, Tensor] = {}
         self._post_norm: Tensor | None = None
         self._returns_post_norm = False
+        self._watching = False
 
     def choose(self, ids: Sequence[int], *, post_norm: bool, pre_head: bool = False) -> None:
         """Replace the hooks. ids are 0 .. number of layers; anything else is a ConfigError.
@@ -50,6 +56,16 @@ class HiddenStateHooks:
         self._returns_post_norm = post_norm
         if post_norm or pre_head:
             self._handles.append(self._decoder.register_forward_hook(self._normed))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Capture from the forward inside the block."""
+        self.take()  # what one that raised has left behind
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
 
     @property
     def last_post_norm(self) -> Tensor | None:
@@ -82,9 +98,12 @@ class HiddenStateHooks:
         return hook
 
     def _normed(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._post_norm = output[0][0]
+        if self._watching:
+            self._post_norm = output[0][0]
 
     def _keep(self, i: int, states: Tensor) -> None:
+        if not self._watching:
+            return
         if states.ndim != 3:
             raise TargetError(
                 f"{self._name} has hidden states of shape {tuple(states.shape)} between layers; "

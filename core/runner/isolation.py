@@ -19,16 +19,22 @@ Failures = dict[int, str]  # index of a request in the step → why it ends
 
 
 def one_by_one(
-    step: Step, call: Callable[[int], T], error: SpecdecError
+    step: Step, call: Callable[[int], T], error: SpecdecError, *, among: Tensor | None = None
 ) -> tuple[dict[int, T], Failures]:
     """Ask for every request alone, after a call for all of them raised `error`.
 
+    among: [batch] bool, the requests to ask for; all by default.
+
     Returns the answers and, for requests whose own call raised, the reasons.
     """
-    logger.error("%s; asking request by request", error, exc_info=error)
     answers: dict[int, T] = {}
     failed: Failures = {}
-    requests = [b for b, slot in enumerate(step.slots.tolist()) if slot >= 0]
+    asked = step.slots >= 0 if among is None else (step.slots >= 0) & among
+    requests: list[int] = asked.nonzero()[:, 0].tolist()
+    # what a plugin raised needs its traceback, a wrong answer of it none
+    cause = error if error.__cause__ is not None else None
+    more = "; asking request by request" if len(requests) > 1 else ""
+    logger.error("%s%s", error, more, exc_info=cause)
     for request in requests:
         if len(requests) == 1:
             failed[request] = str(error)
@@ -56,6 +62,7 @@ def only(step: Step, request: int) -> Step:
         is_prefill=step.is_prefill[one],
         samples=step.samples[one],
         logits_rows=step.logits_rows[read:end] - first,
+        predicted=step.predicted[read:end],
         logits_start=step.logits_start[request : request + 2] - read,
         valid_rows=step.valid_rows[one],
         next_token=step.next_token[one],

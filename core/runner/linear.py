@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from specdec.runner.attention_plan import FEW_ROWS
+from specdec.errors import ConfigError
+from specdec.runner.attention_plan import are_chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,26 +38,35 @@ class RowBlocks:
     """How the rows of the running forward are cut into products. One per model.
 
     `limit` rows at most per product, found by `probe_limit`; a prefill chunk is one product of its
-    own. `rows` and `cuts` belong to the running forward.
+    own. `rows`, `cuts` and `chunks` (the cuts that are chunks) belong to the running forward.
     """
 
     limit: int
     least: dict[tuple[int, int], int] = attrs.field(factory=dict)  # by weight shape
     rows: int = -1
     cuts: list[tuple[int, int]] = attrs.field(factory=list)
+    chunks: set[tuple[int, int]] = attrs.field(factory=set)
 
-    def plan(self, rows: int, query_start: Sequence[int]) -> None:
-        """Cut the rows of one forward; a request of more than FEW_ROWS rows is one product."""
+    def plan(
+        self, rows: int, query_start: Sequence[int], is_prefill: Sequence[bool] | None = None
+    ) -> None:
+        """Cut the rows of one forward; a prefill chunk is one product. Arguments as in `Rows`."""
         self.rows, self.cuts, first = rows, [], 0
-        for start, end in pairwise(query_start):
-            if end - start > FEW_ROWS:
-                self.cuts += [*self.even(first, start), (start, end)]
-                first = end
+        self.chunks = {
+            (start, end)
+            for (start, end), chunk in zip(
+                pairwise(query_start), are_chunks(query_start, is_prefill), strict=True
+            )
+            if chunk
+        }
+        for start, end in sorted(self.chunks):
+            self.cuts += [*self.even(first, start), (start, end)]
+            first = end
         self.cuts += self.even(first, rows)
 
     def clear(self) -> None:
         """Forget the forward: later calls on whole sequences are one product each."""
-        self.rows, self.cuts = -1, []
+        self.rows, self.cuts, self.chunks = -1, [], set()
 
     def even(self, start: int, end: int) -> list[tuple[int, int]]:
         """Cut rows start .. end into blocks of at most `limit`."""
@@ -180,6 +190,20 @@ def pack_linears(model: nn.Module, *, head: nn.Module | None, blocks: RowBlocks 
                 )
             setattr(parent, name, replaced[id(layer)])
     return len(replaced)
+
+
+def packed_blocks(model: nn.Module) -> RowBlocks | None:
+    """Return the blocks that an earlier target packed `model` with, None if it is not packed.
+
+    Raise ConfigError if it was packed for speed alone: its layers have no dense weight to try.
+    """
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    if any(layer.blocks is None for layer in packed):
+        raise ConfigError(
+            "the linear layers of this module were packed by a target without deterministic=True; "
+            "load the model again"
+        )
+    return packed[0].blocks if packed else None
 
 
 def probe_blocks(layers: Iterable[nn.Module]) -> RowBlocks:

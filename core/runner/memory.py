@@ -33,13 +33,15 @@ def allocate(
     target: TargetModel,
     layers: Sequence[KVLayer],
     *,
+    workspace: int,
     budget: int | None,
     sequences: int,
     max_blocks: int,
 ) -> Pages:
     """Allocate pages for so many sequences of `max_blocks` pages, or as many as fit the budget.
 
-    layers: of the drafter. budget: bytes; by default a share of the free memory.
+    layers: of the drafter. workspace: bytes that it takes besides, out of the same budget.
+    budget: bytes; by default a share of the free memory.
 
     Raises:
         OutOfMemoryError: the budget does not hold a page.
@@ -53,11 +55,12 @@ def allocate(
         budget = int(MEMORY_SHARE * _free_memory(target.device))
         if target.device.type == "cpu":
             budget = min(budget, CPU_MEMORY)
-    num_blocks = min(most, budget // per_block)
+    num_blocks = min(most, (budget - workspace) // per_block)
     if num_blocks < 2:
         raise OutOfMemoryError(
-            f"the key-value cache needs {2 * per_block} bytes at least, "
-            f"but {budget} are given to it; raise kv_cache_memory"
+            f"the key-value cache needs {2 * per_block + workspace} bytes at least "
+            f"({workspace} of them for the speculator), but {budget} are given to it; raise "
+            "kv_cache_memory"
         )
     target.allocate(num_blocks, BLOCK_SIZE)
     drafter = []
@@ -69,6 +72,20 @@ def allocate(
         target=tuple((target.cache.k(i), target.cache.v(i)) for i in range(target.num_layers)),
         drafter=tuple(drafter),
     )
+
+
+def check_history(sequences: int, max_model_len: int) -> None:
+    """Refuse a token history that the host's memory cannot hold.
+
+    Raises:
+        OutOfMemoryError: it would take more than half of what is free.
+    """
+    needed, free = (sequences + 1) * max_model_len * 8, _free_memory(torch.device("cpu"))
+    if needed > free // 2:
+        raise OutOfMemoryError(
+            f"the tokens of max_num_seqs={sequences} sequences of max_model_len={max_model_len} "
+            f"take {needed} bytes, but only {free} are free; lower one of the two"
+        )
 
 
 def _free_memory(device: torch.device) -> int:

@@ -46,6 +46,11 @@ def check_config(config: PretrainedConfig, name: str) -> None:
         raise refuse(name, "it is an encoder-decoder, not a causal language model")
     if text.model_type in _MODEL_TYPES:
         raise refuse(name, _MODEL_TYPES[text.model_type])
+    limit: Any = position_limit(config)  # of a configuration that does not check its types
+    if limit is not None and (not isinstance(limit, int) or limit < 2):
+        raise refuse(
+            name, f"it was made for {limit!r} positions, but a prompt and a token need 2 at least"
+        )
     if getattr(text, "use_bidirectional_attention", None):
         raise refuse(name, "its attention is bidirectional")
     foreign = sorted(set(getattr(text, "layer_types", None) or []) - _LAYER_TYPES)
@@ -55,7 +60,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
             f"it has layers of type {', '.join(foreign)}, whose state is not a paged key-value "
             "cache; full, sliding and chunked attention can be served",
         )
-    for rope in _rope_types(getattr(text, "rope_parameters", None)):
+    for rope in rope_types(getattr(text, "rope_parameters", None)):
         if rope in _ROPE_TYPES:
             raise refuse(
                 name,
@@ -128,9 +133,9 @@ def check_layers(seen: Sequence[tuple[nn.Module, KVSpec]], layers: int, name: st
     return [by_layer[i] for i in range(layers)]
 
 
-def _rope_types(parameters: Any) -> list[str]:
+def rope_types(parameters: Any) -> list[str]:
     """Collect rope types from flat or per-layer-type parameters."""
     if not isinstance(parameters, dict):
         return []
     own = [str(parameters[key]) for key in ("rope_type", "type") if key in parameters]
-    return own + [kind for value in parameters.values() for kind in _rope_types(value)]
+    return own + [kind for value in parameters.values() for kind in rope_types(value)]

@@ -20,6 +20,9 @@ class Rows:
     context: list[int]  # [batch] keys the request's last row may see: computed + its rows
     block_tables: Tensor  # [batch, max_blocks] int64, a request's blocks in order
     logits_rows: Tensor  # [n] int64, the rows whose logits are wanted; n may be 0
+    # [batch] whether the rows are a chunk of a prompt; None: they are if there are many. Many rows
+    # of a decoding request are computed as few would be.
+    is_prefill: list[bool] | None = None
 
 
 @attrs.frozen(eq=False)

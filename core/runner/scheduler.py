@@ -64,7 +64,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.changes = Changes()
-        self._free = list(range(slots.length.shape[0] - 1, -1, -1))
+        self._free = list(range(slots.max_num_seqs - 1, -1, -1))
         self._capacity = pool.free
 
     def blocks_needed(self, max_length: int) -> int:

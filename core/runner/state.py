@@ -10,19 +10,21 @@ from numpy.typing import NDArray
 
 from specdec.types import SlotState
 
-MAX_STOP_IDS = 64  # per request, end-of-sequence tokens included
+MAX_STOP_IDS = 256  # per request, end-of-sequence tokens included
 SKIPS = ("nothing_proposed", "budget", "context", "policy")
 
 
 class Slots:
     """Arrays indexed by slot. The host owns them; `device` holds what a step reads.
 
-    On a CPU both are the same memory.
+    On a CPU both are the same memory. The last place belongs to nobody: -1 is an index to it.
     """
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, max_blocks: int, k: int, device: torch.device
     ) -> None:
+        self.max_num_seqs = max_num_seqs
+        max_num_seqs += 1
         shape = (max_num_seqs,)
         int64 = np.int64
         self.history: NDArray[np.int64] = np.zeros((max_num_seqs, max_model_len), int64)
@@ -64,6 +66,10 @@ class Slots:
             }
         )
         self._mirrored = device.type != "cpu"
+        # what speculators on the host read
+        self.history_view = self.history.view()
+        self.length_view = self.length.view()
+        self.history_view.flags.writeable = self.length_view.flags.writeable = False
 
     def place(
         self,

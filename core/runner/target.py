@@ -12,23 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.errors import ConfigError, TargetError
+from specdec.errors import ConfigError, SpecdecError, TargetError
 from specdec.runner import model_support
 from specdec.runner.activation import fix_activations
 from specdec.runner.attention import NAME, AttentionContext, attending
 from specdec.runner.attention_plan import plan_attention
 from specdec.runner.hidden_states import HiddenStateHooks
 from specdec.runner.kv_cache import KVSpec, PagedKVCache
-from specdec.runner.linear import RowBlocks, pack_linears, probe_blocks
+from specdec.runner.linear import RowBlocks, pack_linears, packed_blocks, probe_blocks
 from specdec.runner.model_loading import (
+    check_device,
+    check_module,
     load_config,
     load_model,
-    override_module,
+    reason,
+    resolve_device,
     resolve_dtype,
 )
 from specdec.runner.model_probe import probe_exact, probe_packed
 from specdec.runner.model_support import architecture, refuse
 from specdec.runner.rows import Rows, TargetOutputs
+from specdec.tokenizer import check_token
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,11 +84,11 @@ class TargetModel:
         cls,
         model: str | Path | PreTrainedModel,
         *,
-        dtype: torch.dtype | str = "auto",
-        device: torch.device | str = "cpu",
+        dtype: torch.dtype | str | None = "auto",
+        device: torch.device | str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        token: str | None = None,
+        token: str | bool | None = None,
         hf_overrides: dict[str, Any] | None = None,
         deterministic: bool = False,
         probe: bool = True,
@@ -94,33 +98,38 @@ class TargetModel:
 
         model: Hub id, local folder, or a transformers model, used as it is (dtype and device have
             to fit it, or be left at their defaults).
-        dtype: `auto` is the checkpoint's own, on a CPU float32 for half-precision checkpoints.
+        dtype: `auto` (or None) is the checkpoint's own, on a CPU float32 for half-precision
+            checkpoints.
+        device: by default that of a module passed in, the CPU otherwise.
         hf_overrides: configuration keys to change before the model is built.
         deterministic: a row's logits do not depend on the rows computed with it, bit for bit.
-            float32 on a CPU; in float64 only attention is fixed, which is as good as exact.
+            float32 on a CPU; in float64 only attention is fixed, which is as good as exact. In
+            float32 it replaces linear layers and activations, for good and in a module passed in
+            as well: its weights are then readable, but no longer to be trained or saved.
         probe: compare with the model's own forward first. Turn off only for a known model.
         pack: repack linear layers (float32 on a CPU). By default a model loaded here is packed,
             a module passed in only if `deterministic` needs it; packing changes it for good.
+            Several targets may share such a module.
 
         Raise ConfigError for wrong settings, TargetError for a model that cannot be served.
         """
         kind = resolve_dtype(dtype)
-        place = torch.device(device)
+        place = resolve_device(device)
+        check_token(token)
         if isinstance(model, PreTrainedModel):
-            override_module(model, hf_overrides)
-            if kind not in (None, model.dtype) or place.type not in ("cpu", model.device.type):
-                raise ConfigError(
-                    f"the model passed in is {model.dtype} on {model.device}; convert it before "
-                    f"instead of asking for dtype={dtype!r}, device={str(device)!r}"
-                )
+            check_module(model, dtype=kind, device=place, hf_overrides=hf_overrides)
             model.eval()  # type: ignore[no-untyped-call]
             built, packs = model, bool(pack) or (pack is None and deterministic)
         elif isinstance(model, (str, Path)):
             source: dict[str, Any] = {
                 "revision": revision, "trust_remote_code": trust_remote_code, "token": token
             }  # fmt: skip
+            place = place or torch.device("cpu")
+            check_device(place)
             config = load_config(model, hf_overrides=hf_overrides, **source)
-            built = load_model(model, config, dtype=kind, device=place, **source)
+            built = load_model(
+                model, config, dtype=kind, device=place, hf_overrides=hf_overrides, **source
+            )
             packs = pack is not False
         else:
             raise TargetError(
@@ -129,7 +138,14 @@ class TargetModel:
             )
         if deterministic:
             _check_deterministic(built, packs=packs)
-        return cls(built, pack=packs, deterministic=deterministic, probe=probe)
+        try:
+            return cls(built, pack=packs, deterministic=deterministic, probe=probe)
+        except SpecdecError:
+            raise
+        except Exception as error:  # whatever a model's own code raises
+            raise refuse(
+                architecture(built), f"a forward of two short requests raised {reason(error)}"
+            ) from error
 
     @property
     def embedding(self) -> nn.Module:
@@ -187,12 +203,14 @@ class TargetModel:
             rows.block_tables,
             cache.block_size,
             deterministic=self.deterministic,
+            is_prefill=rows.is_prefill,
         )
         context = AttentionContext(self.name, cache, plan, self._chunks, self.deterministic)
         if self._blocks is not None:
-            self._blocks.plan(plan.rows, rows.query_start)
+            self._blocks.plan(plan.rows, rows.query_start, rows.is_prefill)
         try:
-            logits = self._call(context, rows.tokens, rows.positions, rows.logits_rows)
+            with self._hooks.watching():
+                logits = self._call(context, rows.tokens, rows.positions, rows.logits_rows)
         finally:
             if self._blocks is not None:
                 self._blocks.clear()
@@ -285,7 +303,7 @@ class TargetModel:
         if not pack or self.device.type != "cpu" or self.dtype != torch.float32:
             return
         if self.deterministic:
-            self._blocks = probe_blocks(self.model.modules())
+            self._blocks = packed_blocks(self.model) or probe_blocks(self.model.modules())
             fix_activations(self.model, self._blocks)
         count = pack_linears(self.model, head=self.lm_head, blocks=self._blocks)
         logger.debug("%s: %d linear layers packed", self.name, count)

@@ -29,7 +29,15 @@ def emitted(
         AssertionError: a request failed.
     """
     with LLM(model, speculative_config=speculative_config, **llm) as engine:
-        outputs = engine.generate(list(prompts), params, use_tqdm=False)
+        return _tokens(engine, prompts, params)
+
+
+def _tokens(
+    engine: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+) -> list[list[list[int]]]:
+    outputs = engine.generate(list(prompts), params, use_tqdm=False)
     for output in outputs:
         assert output.error is None, output.error
     return [[c.token_ids for c in o.outputs] for o in outputs]
@@ -58,6 +66,7 @@ def assert_lossless(
     prompts: Sequence[Sequence[int]] | None = None,
     drafts: Iterable[int] = (1, 3, 6),
     max_tokens: int = 24,
+    must_draft: bool = True,
     **llm: Any,
 ) -> None:
     """Fail unless greedy and seeded output equal plain decoding's, in every way they are batched.
@@ -65,9 +74,11 @@ def assert_lossless(
     speculative_config: what a user would write; `num_speculative_tokens` is set here.
     model: a transformers model in float64; by default a tiny random Llama.
     drafts: numbers of draft tokens to try; those beyond the speculator's most are skipped.
+    must_draft: fail as well if it never drafted anything: then nothing was shown.
 
     Runs the prompts alone and together, with mixed temperatures and lengths, with prompts split
-    into chunks, with fewer slots than requests, and with a stop token inside the drafts.
+    into chunks, with fewer slots than requests, with a stop token inside the drafts, and with rows
+    that are padding.
     """
     model = tiny_target() if model is None else model
     vocab = model.config.get_text_config().vocab_size
@@ -95,9 +106,20 @@ def assert_lossless(
     assert tried, f"the speculator can draft none of the numbers {list(drafts)} of tokens"
     for k in tried:
         config = _with(speculative_config, k)
+        drafted = 0
         for what, params, expected, setting in ways:
-            actual = emitted(model, prompts, params, config, **{**llm, **setting})
+            with LLM(model, speculative_config=config, **{**llm, **setting}) as engine:
+                actual = _tokens(engine, prompts, params)
+                drafted += engine.metrics.num_draft_tokens
             assert actual == expected, f"{what}, k={k}: {actual} instead of {expected}"
+        with LLM(model, speculative_config=config, **llm) as engine:
+            engine._loaded.engine.pad_rows = 8
+            actual = _tokens(engine, prompts, mixed)
+        assert actual == plain, f"with padding rows, k={k}: {actual} instead of {plain}"
+        assert drafted or not must_draft, (
+            f"k={k}: nothing was ever drafted, so nothing was shown; give prompts for which the "
+            "speculator drafts, or must_draft=False"
+        )
         alone = [
             emitted(model, [p], s, config, **llm)[0]
             for p, s in zip(prompts[:3], mixed[:3], strict=True)

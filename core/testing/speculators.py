@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from specdec.hookspecs import hookimpl
 from specdec.speculator import Speculator
 from specdec.types import Capabilities, Draft
-from specdec_kernels import DenseQ, Sampling, SparseQ, sample_draft
+from specdec_kernels import DenseQ, SparseQ, sample_draft
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specdec.config import SpeculatorConfig
-    from specdec.types import HostStep, Pools, RequestInfo, Step, TargetInfo
+    from specdec.types import HostStep, Pools, RequestChanges, Step, TargetInfo
 
 
 @attrs.frozen
@@ -56,17 +56,11 @@ class OracleSpeculator(Speculator):
         """A rule without randomness, on the host."""
         return Capabilities(drawn="deterministic", host_tokens=True)
 
-    def requests_changed(
-        self,
-        added: Sequence[RequestInfo],
-        preempted: Sequence[int],
-        resumed: Sequence[RequestInfo],
-        finished: Sequence[int],
-    ) -> None:
+    def requests_changed(self, changes: RequestChanges) -> None:
         """Look up the stream of every request that got a slot."""
-        for slot in (*finished, *preempted):
+        for slot in changes.left:
             self.text.pop(slot, None)
-        for request in (*added, *resumed):
+        for request in changes.arrived:
             prompt = request.tokens[: request.prompt_length]
             self.text[request.slot] = [*prompt, *self.streams.get(prompt, ())]
 
@@ -79,7 +73,7 @@ class OracleSpeculator(Speculator):
         for request, slot in enumerate(host.slots.tolist()):
             if slot >= 0 and host.k[request]:
                 self.fill(tokens[request], slot, host)
-        return Draft(tokens=torch.from_numpy(tokens))
+        return Draft(tokens=torch.from_numpy(tokens).to(step.slots.device))
 
     def fill(self, row: NDArray[np.int64], slot: int, host: HostStep) -> None:
         """Write the drafts of one request into its row."""
@@ -209,7 +203,9 @@ class BigramSpeculator(Speculator):
 
     def __init__(self, target: TargetInfo, config: SpeculatorConfig) -> None:
         options = config.options
-        self.table: Tensor = torch.as_tensor(options.table, dtype=torch.float32)
+        self.table: Tensor = torch.as_tensor(
+            options.table, dtype=torch.float32, device=target.device
+        )
         self.options = options
         self.how = {"probabilistic": "independent"}.get(
             config.draft_sample_method, config.draft_sample_method
@@ -229,21 +225,19 @@ class BigramSpeculator(Speculator):
 
     def allocate(self, pools: Pools) -> None:
         """Room for q: by slot and column."""
-        vocab = self.table.shape[1]
-        self.logits = torch.zeros(pools.max_num_seqs, pools.max_drafts, vocab)
+        shape = (pools.num_slots, pools.max_drafts)
         candidates = self.options.candidates
-        self.ids = torch.zeros(pools.max_num_seqs, pools.max_drafts, candidates, dtype=torch.int64)
-        self.kept = torch.zeros(pools.max_num_seqs, pools.max_drafts, candidates)
+        device = self.table.device
+        self.logits = torch.zeros(*shape, self.table.shape[1], device=device)
+        self.ids = torch.zeros(*shape, candidates, dtype=torch.int64, device=device)
+        self.kept = torch.zeros(*shape, candidates, device=device)
 
     @hookimpl
     def propose(self, step: Step, k: int) -> Draft:
-        """Walk the table k times from the next token."""
-        state = step.state
-        sampling = Sampling(state.stream, state.temperature, state.top_k, state.top_p, state.min_p)
-        real = step.slots >= 0
-        slots = step.slots[real]
-        tokens = torch.full((step.batch, k), -1, dtype=torch.int64)
-        last, position = step.next_token[real], state.length[slots]
+        """Walk the table k times from the next token. Padding walks along, in nobody's place."""
+        slots, state = step.slots, step.state
+        tokens = torch.full((step.batch, k), -1, dtype=torch.int64, device=slots.device)
+        last, position = step.next_token, state.length[slots]
         for column in range(k):
             logits = self.table[last]
             if self.options.candidates:
@@ -251,16 +245,17 @@ class BigramSpeculator(Speculator):
                 logits = torch.full_like(logits, -torch.inf).scatter(1, ids, kept)
                 self.ids[slots, column], self.kept[slots, column] = ids, kept
             self.logits[slots, column] = logits
-            last = sample_draft(
+            drawn = sample_draft(
                 logits,
                 position + column,
                 slots,
-                sampling,
+                state.sampling,
                 how=self.how,
                 column=column,
                 vocab_size=self.table.shape[1],
             )
-            tokens[real, column] = last
+            tokens[:, column] = drawn
+            last = drawn.clamp(min=0)  # -1 for padding
         q: DenseQ | SparseQ | None = None
         if self.needs_q:
             q = SparseQ(self.ids, self.kept) if self.options.candidates else DenseQ(self.logits)
@@ -308,17 +303,11 @@ class RecordingSpeculator(Speculator):
         """Keep the pools."""
         self.pools = pools
 
-    def requests_changed(
-        self,
-        added: Sequence[RequestInfo],
-        preempted: Sequence[int],
-        resumed: Sequence[RequestInfo],
-        finished: Sequence[int],
-    ) -> None:
+    def requests_changed(self, changes: RequestChanges) -> None:
         """Write down who came and went."""
-        self.changes += [("finished", s) for s in finished]
-        self.changes += [("added", r.slot) for r in added]
-        for request in added:
+        self.changes += [("finished", s) for s in changes.finished]
+        self.changes += [("added", r.slot) for r in changes.added]
+        for request in changes.arrived:
             self.features[request.slot] = {}
             self.pairs[request.slot] = {}
 

@@ -226,3 +226,29 @@ def test_bias_if_coupled_drafts_are_judged_by_block(
     # Standard decides from left to right, and its residual has noise of its own.
     tokens = emit(sampling, p, q, method="standard", how="coupled", form="dense", k=4, length=5)
     assert misfit(tokens, p) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_a_column_without_a_law_leaves_the_law_of_the_column_before_it(
+    make_sampling: MakeSampling, method: str
+) -> None:
+    n = 40_000
+    sampling = make_sampling(n)
+    logits = torch.tensor([[0.5, 1.2, -0.4], [1.0, -0.6, 0.4], [-0.3, 0.6, 0.9]])
+    draft_logits = torch.tensor([1.5, 0.0, -1.0])
+    drafts = torch.stack(
+        [torch.multinomial(draft_logits.softmax(0), n, True), torch.randint(0, 3, (n,))], dim=1
+    )
+    ids = torch.tensor([[0, 1, 2], [-1, -1, -1]]).expand(n, 2, 3).contiguous()
+    q = SparseQ(ids, torch.stack([draft_logits, torch.zeros(3)]).expand(n, 2, 3).contiguous())
+    out = verify(
+        logits.repeat(n, 1),
+        torch.arange(n + 1) * 3,
+        drafts,
+        torch.arange(3).repeat(n) + 5,
+        torch.arange(n),
+        sampling,
+        method=method,
+        q=q,
+    )
+    assert misfit(out.tokens[:, :1], logits) > 1e-3

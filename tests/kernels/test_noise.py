@@ -149,3 +149,12 @@ def test_an_infinite_weight_wins() -> None:
     weights[:, 68] = inf
     drawn = noise.draw(weights, streams(2), torch.arange(2), noise.TARGET_TOKEN)
     assert drawn.tolist() == [68, 68]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e5])
+def test_an_offset_of_the_whole_row_does_not_swallow_the_noise(offset: float) -> None:
+    n = 20_000
+    weights = (torch.tensor([0.0, 1.0]) + offset).expand(n, 2)
+    drawn = noise.draw(weights, torch.arange(n), torch.zeros(n, dtype=torch.int64), 0)
+    expected = torch.tensor([0.0, 1.0]).softmax(0)[1].item()
+    assert abs(drawn.double().mean().item() - expected) < 0.015

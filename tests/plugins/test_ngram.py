@@ -18,6 +18,7 @@ from specdec import (
     ConfigError,
     Draft,
     HostStep,
+    RequestChanges,
     RequestInfo,
     SlotState,
     SpeculativeConfig,
@@ -82,7 +83,8 @@ class Bench:
 
     def change(self, *, added: Sequence[int] = (), finished: Sequence[int] = ()) -> None:
         met = [RequestInfo(s, str(s), tuple(self.tokens(s)), len(self.tokens(s))) for s in added]
-        self.speculator.requests_changed(met, [], [], finished)
+        changes = RequestChanges(added=tuple(met), finished=tuple(finished))
+        self.speculator.requests_changed(changes)
 
     def propose(self, slots: Sequence[int], k: Sequence[int], columns: int) -> list[list[int]]:
         draft = self.session.propose(self.step(slots, k), None, columns)
@@ -104,6 +106,7 @@ class Bench:
             is_prefill=flags,
             samples=flags,
             logits_rows=ones,
+            predicted=ones,
             logits_start=start,
             valid_rows=ones,
             next_token=ones,

@@ -26,6 +26,14 @@ def test_few_rows_run_one_by_one_and_a_chunk_as_a_whole() -> None:
     assert inner.sizes == [1, 1, 20, 1]
 
 
+def test_many_rows_of_a_decoding_request_run_one_by_one() -> None:
+    inner, blocks = Counting(), RowBlocks(8)
+    x = torch.randn(1, 41, 5)
+    blocks.plan(41, [0, 21, 41], [False, True])
+    assert torch.equal(RowwiseActivation(inner, blocks)(x), x + 1)
+    assert inner.sizes == [*[1] * 21, 20]
+
+
 def test_outside_a_packed_forward_it_is_the_activation_itself() -> None:
     inner = Counting()
     x = torch.randn(2, 3, 5)

@@ -56,7 +56,14 @@ class Batch:
             self.cache.k(0)[slots] = self.k[i][: context - count]
             self.cache.v(0)[slots] = self.v[i][: context - count]
 
-    def run(self, rule: dict[str, Any], *, deterministic: bool, padding: int = 2) -> list[Tensor]:
+    def run(
+        self,
+        rule: dict[str, Any],
+        *,
+        deterministic: bool,
+        padding: int = 2,
+        is_prefill: list[bool] | None = None,
+    ) -> list[Tensor]:
         pad = torch.zeros(padding, dtype=torch.int64)
         start = [sum(self.counts[:i]) for i in range(len(self.counts) + 1)]
         pairs = list(zip(self.counts, self.contexts, strict=True))
@@ -67,6 +74,7 @@ class Batch:
             self.tables,
             BLOCK,
             deterministic=deterministic,
+            is_prefill=is_prefill,
         )
         new = [(n, c) for n, c in pairs]
         tail = torch.ones(padding, 1, 1, dtype=torch.float64)
@@ -159,6 +167,45 @@ def test_shapes_at_the_edges(
     got = batch.run({"sliding_window": 300}, deterministic=deterministic)
     for have, want in zip(got, batch.expected({"sliding_window": 300}), strict=True):
         torch.testing.assert_close(have, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_many_drafts_beside_a_chunk_and_a_single_row(deterministic: bool) -> None:
+    batch = Batch([21, 20, 1], [30, 20, 9], heads=6, kv=2)
+    got = batch.run({}, deterministic=deterministic, is_prefill=[False, True, False])
+    for have, want in zip(got, batch.expected({}), strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=1e-12)
+
+
+def test_only_a_long_piece_of_a_prompt_is_a_chunk() -> None:
+    tables = torch.arange(1, 31).view(3, 10)
+    positions = torch.cat([torch.arange(9, 30), torch.arange(20), torch.arange(4)])
+    start, context = [0, 21, 41, 45], [30, 20, 4]
+
+    def tiles(is_prefill: list[bool] | None, deterministic: bool) -> list[tuple[bool, int, int]]:
+        plan = plan_attention(
+            positions, start, context, tables, BLOCK,
+            deterministic=deterministic, is_prefill=is_prefill,
+        )  # fmt: skip
+        return [(tile.chunk, tile.entries, tile.q) for tile in plan.tiles]
+
+    prefill = [False, True, True]
+    assert tiles(prefill, False) == [(True, 1, 20), (False, 2, 21)]
+    assert tiles(prefill, True) == [(True, 1, 20), (False, 4, 8)]  # 21 rows are 8 + 8 + 5
+    # told nothing, it goes by the number of rows
+    assert tiles(None, False) == [(True, 1, 21), (True, 1, 20), (False, 1, 4)]
+
+
+def test_rows_of_a_padded_tile_are_told_from_padding() -> None:
+    tables = torch.arange(1, 16).view(3, 5)
+    positions = torch.tensor([5, 6, 0, 1, 2, 9])
+    plan = plan_attention(positions, [0, 2, 5, 6], [7, 3, 10], tables, BLOCK, deterministic=False)
+    (tile,) = plan.tiles
+    assert tile.row_slice is None
+    assert tile.out_rows is not None
+    assert tile.out_from is not None
+    assert tile.out_rows.tolist() == [0, 1, 2, 3, 4, 5]
+    assert tile.out_from.tolist() == [0, 1, 3, 4, 5, 6]
 
 
 def test_requests_in_one_run_of_slots_are_not_gathered() -> None:

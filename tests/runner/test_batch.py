@@ -22,7 +22,7 @@ from specdec.testing import (
     tiny_target,
     toy_target,
 )
-from specdec.types import HostStep, TargetOutputs
+from specdec.types import HostStep, RequestChanges, TargetOutputs
 
 CPU = torch.device("cpu")
 
@@ -80,8 +80,8 @@ def test_rows_lie_one_request_after_the_other(slots: Slots, schedule: Schedule) 
     # every row of those that decode, the last one of a prompt's last chunk, none of a chunk
     assert step.logits_rows.tolist() == [0, 1, 2, 3, 9]
     assert step.logits_start.tolist() == [0, 3, 4, 4, 5]
-    assert batch.predicted.tolist() == [6, 7, 8, 3, 2]
-    assert batch.drafts.tolist() == [[77, 78, -1], [-1] * 3, [-1] * 3, [-1] * 3]
+    assert step.predicted.tolist() == [6, 7, 8, 3, 2]
+    assert batch.drafts.tolist() == [[77, 78], [-1] * 2, [-1] * 2, [-1] * 2]
     assert batch.rows.context == [8, 3, 8, 2]
     assert batch.rows.block_tables[:, 0].tolist() == [1, 3, 2, 4]
 
@@ -176,10 +176,10 @@ class CheckingSpeculator(Speculator):
     def allocate(self, pools: Any) -> None:
         self.max_rows = pools.max_rows
 
-    def requests_changed(self, added: Any, preempted: Any, resumed: Any, finished: Any) -> None:
-        for slot in finished:
+    def requests_changed(self, changes: RequestChanges) -> None:
+        for slot in changes.finished:
             del self.cached[slot]
-        for request in added:
+        for request in changes.added:
             assert request.slot not in self.cached
             self.cached[request.slot] = 0
 

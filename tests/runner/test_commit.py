@@ -152,4 +152,4 @@ def test_padding_is_not_committed() -> None:
     done = commit(batch, verdict([1], [2], [3], batch=batch.step.batch), slots)
     assert batch.step.batch == 4
     assert len(done.kept) == 3
-    assert slots.length.tolist() == [6, 6, 6, 0]
+    assert slots.length.tolist() == [6, 6, 6, 0, 0]

@@ -27,12 +27,13 @@ from specdec.runner.isolation import join
 from specdec.runner.state import Slots
 from specdec.testing import (
     BigramSpeculator,
+    ConstantSpeculator,
     RaisingSpeculator,
     WrongSpeculator,
     tiny_target,
     toy_target,
 )
-from specdec.types import KVLayer, VerificationRule
+from specdec.types import KVLayer, RequestChanges, VerificationRule
 from specdec_kernels import DenseQ, SparseQ
 
 
@@ -209,7 +210,7 @@ def test_joined_drafts_keep_each_requests_tokens_and_law() -> None:
     joined = join(step, drafts, 2)
     assert joined.tokens.tolist() == [[1, 2], [-1, -1], [3, -1], [-1, -1]]
     assert isinstance(joined.q, DenseQ)
-    assert joined.q.logits[:, 0, 0].tolist() == [0.0, 0.0, 0.5, 1.5]
+    assert joined.q.logits[:, 0, 0].tolist() == [0.0, 0.0, 0.5, 1.5, 0.0]
     # laws that cannot be put together are left out, which every rule survives
     drafts[2] = Draft(drafts[2].tokens, DenseQ(torch.zeros(2, 6)))
     assert join(step, drafts, 2).q is None
@@ -353,8 +354,8 @@ def test_requests_that_a_speculator_refuses_to_meet_end_and_those_before_go_on()
         def capabilities(self) -> Capabilities:
             return Capabilities()
 
-        def requests_changed(self, added: Any, *_: Any, **__: Any) -> None:
-            if any(request.tokens == (9,) for request in added):
+        def requests_changed(self, changes: RequestChanges) -> None:
+            if any(request.tokens == (9,) for request in changes.added):
                 raise LookupError("a nine")
 
         @hookimpl
@@ -369,6 +370,46 @@ def test_requests_that_a_speculator_refuses_to_meet_end_and_those_before_go_on()
     assert outputs[1].outputs[0].token_ids == count(3, 8)
     assert "Shy" in str(outputs[2].error)
     assert "LookupError in requests_changed: a nine" in str(outputs[2].error)
+
+
+def test_requests_that_arrive_with_one_that_is_refused_go_on() -> None:
+    class Picky(ConstantSpeculator):
+        def requests_changed(self, changes: RequestChanges) -> None:
+            if any(request.tokens == (9,) for request in changes.added):
+                raise LookupError("a nine")
+
+    with LLM(counting(), speculative_config={"method": Picky}) as llm:
+        outputs = llm.generate([[1], [9], [2]], greedy(5), use_tqdm=False)
+        assert_idle(llm)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert outputs[2].outputs[0].token_ids == count(3, 5)
+
+
+def test_a_rule_is_not_asked_about_requests_without_drafts() -> None:
+    class Poisoned(Speculator):
+        def capabilities(self) -> Capabilities:
+            return Capabilities(verification=[VerificationRule("mine", lossless=True)])
+
+        @hookimpl
+        def propose(self, step: Step, k: int) -> Draft:
+            return Draft(tokens=torch.ones(step.batch, k, dtype=torch.int64))
+
+        @hookimpl
+        def verify(self, step: Step, draft: Draft, logits: torch.Tensor) -> Verdict:
+            assert bool((step.num_drafts > 0).any()), "asked without drafts"
+            if bool((step.slots == 0).any()):
+                raise RuntimeError("slot 0 is poison")
+            tokens = torch.full((step.batch, draft.tokens.shape[1] + 1), -1)
+            rows, drawing = tokens.clone(), step.logits_start.diff() > 0
+            first = step.logits_start[:-1][drawing]
+            tokens[drawing, 0], rows[drawing, 0] = logits[first].argmax(dim=-1), first
+            return Verdict(tokens=tokens, count=drawing.long(), rows=rows)
+
+    config = {"method": Poisoned, "rejection_sample_method": "mine", "num_speculative_tokens": 2}
+    with LLM(counting(), speculative_config=config, max_num_batched_tokens=4) as llm:
+        outputs = llm.generate([[1], [2], list(range(20))], greedy(6), use_tqdm=False)
+    assert ["slot 0 is poison" in str(o.error) for o in outputs] == [True, False, False]
+    assert [o.outputs[0].token_ids for o in outputs[1:]] == [count(3, 6), count(20, 6)]
 
 
 # -- errors in the life cycle ------------------------------------------------
@@ -487,7 +528,7 @@ def test_a_drafters_layers_get_pages_beside_the_targets(monkeypatch: pytest.Monk
         shared.close()
     (pools, _) = given
     assert (pools.num_blocks, pools.block_size) == (blocks, 16)
-    assert (pools.max_num_seqs, pools.max_drafts) == (2, 5)
+    assert (pools.num_slots, pools.max_drafts) == (3, 5)
     ((keys, values),) = pools.kv
     assert keys.shape == values.shape == (blocks * 16, 1, 4)
     assert keys.dtype == torch.float64
@@ -525,7 +566,7 @@ def test_an_observer_that_raises_is_reported_and_taken_off(
 # -- steps that break off ----------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), GeneratorExit()])
 def test_an_interrupt_in_a_step_ends_its_requests_and_leaves_the_llm_usable(
     error: BaseException,
 ) -> None:

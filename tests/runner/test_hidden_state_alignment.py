@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specdec import LLM, Draft, SamplingParams, Step, hookimpl
 from specdec.testing import RecordingSpeculator, emitted
 from specdec.testing.speculators import RecordingOptions
+from specdec.types import RequestChanges
 
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 9, 8, 7, 9]]
 LAYERS = 3
@@ -92,10 +93,10 @@ class GuidedSpeculator(RecordingSpeculator):
         self.by_prompt: dict[tuple[int, ...], int] = {}
         made.append(self)
 
-    def requests_changed(self, added: Any, preempted: Any, resumed: Any, finished: Any) -> None:
-        super().requests_changed(added, preempted, resumed, finished)
+    def requests_changed(self, changes: RequestChanges) -> None:
+        super().requests_changed(changes)
         assert isinstance(self.options, GuidedOptions)
-        for request in added:
+        for request in changes.added:
             self.by_prompt[request.tokens] = request.slot
             self.text[request.slot] = [*request.tokens, *self.options.streams[request.tokens]]
 

@@ -104,8 +104,16 @@ def test_chunks_are_products_of_their_own_and_the_rest_is_cut_in_blocks() -> Non
     blocks = RowBlocks(4)
     blocks.plan(3 + 20 + 6 + 2, [0, 1, 3, 23, 29])
     assert blocks.cuts == [(0, 3), (3, 23), (23, 27), (27, 31)]
+    assert blocks.chunks == {(3, 23)}
     blocks.clear()
-    assert blocks.cuts == []
+    assert (blocks.cuts, blocks.chunks) == ([], set())
+
+
+def test_many_rows_of_a_decoding_request_are_no_chunk() -> None:
+    blocks = RowBlocks(8)
+    blocks.plan(21 + 20, [0, 21, 41], [False, True])
+    assert blocks.cuts == [(0, 8), (8, 16), (16, 21), (21, 41)]
+    assert blocks.chunks == {(21, 41)}
 
 
 def test_a_limit_is_found_for_real_shapes_and_it_holds() -> None:

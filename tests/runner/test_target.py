@@ -17,6 +17,7 @@ from specdec.errors import ConfigError, TargetError
 from specdec.runner import attention
 from specdec.runner.kv_cache import KVSpec
 from specdec.runner.linear import PackedLinear
+from specdec.runner.model_loading import check_module, resolve_device
 from specdec.runner.target import Rows, TargetModel
 
 _BASE: dict[str, Any] = {
@@ -129,6 +130,39 @@ def test_capture_replaces_and_close_removes_every_hook() -> None:
 def one_request_without_cache() -> Rows:
     zero = torch.zeros(1, dtype=torch.int64)
     return Rows(zero, zero, [0, 1], [1], torch.ones(1, 1, dtype=torch.int64), zero)
+
+
+def test_only_its_own_forwards_are_captured() -> None:
+    model = llama()
+    first, second = TargetModel.load(model), TargetModel.load(model)
+    rows, other = one_request(first, TOKENS), one_request(second, TOKENS[:5])
+    for target in (first, second):
+        target.capture([0, 3], post_norm=True)
+
+    second.forward(other)
+    model(TOKENS[None, :3])
+    assert first._hooks.take() == ({}, None)
+    assert second._hooks.take() == ({}, None)
+
+    out = first.forward(rows)
+    assert [len(states) for states in out.captured.values()] == [len(TOKENS)] * 2
+    assert out.post_norm is not None
+    assert len(out.post_norm) == len(TOKENS)
+
+
+def test_captures_end_with_a_forward_that_raised() -> None:
+    target = TargetModel.load(llama())
+    rows = one_request(target, TOKENS)
+    target.capture([0, 2], post_norm=False)
+    broken = target.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        target.forward(rows)
+    broken.remove()
+
+    target.model(TOKENS[None, :3])
+
+    captured, _ = target._hooks.take()
+    assert [len(states) for states in captured.values()] == [len(TOKENS)]  # not 3 rows
 
 
 def test_an_unknown_capture_id_is_refused() -> None:
@@ -328,10 +362,46 @@ def test_settings_that_do_not_fit_a_module_are_refused() -> None:
         TargetModel.load(llama(), hf_overrides={"rms_norm_eps": 1.0})
     with pytest.raises(ConfigError, match=r"is torch\.float64 on cpu; convert it before"):
         TargetModel.load(llama(), dtype="float32")
-    with pytest.raises(ConfigError, match="dtype 'int8' cannot be used; known: auto, bfloat16"):
-        TargetModel.load(llama(), dtype="int8")
+    with pytest.raises(ConfigError, match=r"asking for dtype='torch\.float32', device='meta'"):
+        TargetModel.load(llama(), dtype="float32", device="meta")
     with pytest.raises(TargetError, match="got a Linear"):
         TargetModel.load(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "nn", "", 3, torch.int8, ["float32"]])
+def test_a_dtype_that_cannot_be_used_is_named_with_those_that_can(dtype: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^dtype .* cannot be used; known: auto, bfloat16"
+    ) as said:
+        TargetModel.load(llama(), dtype=dtype)
+    assert repr(dtype) in str(said.value)
+
+
+def test_no_dtype_is_that_of_the_model() -> None:
+    assert TargetModel.load(llama(), dtype=None).dtype == torch.float64
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:x", 1.5])
+def test_a_device_that_is_none_is_refused(device: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^device is .*, but it has to be 'cpu', 'cuda'"):
+        TargetModel.load(llama(), device=device)
+
+
+def test_a_module_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    elsewhere = torch.device("cuda:1")  # which need not be there
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "device", elsewhere, raising=False)
+    for device in ("cpu", "cuda:0", torch.device("cuda", 0)):
+        with pytest.raises(ConfigError, match=r"float64 on cuda:1; convert it before .* device="):
+            TargetModel.load(model, device=device)
+    for fitting in (None, "cuda", "cuda:1"):
+        check_module(model, dtype=None, device=resolve_device(fitting), hf_overrides=None)
+
+
+def test_what_is_no_token_of_the_hub_is_refused_unread() -> None:
+    with pytest.raises(ConfigError, match=r"^hf_token is of type int; give a string") as said:
+        TargetModel.load("org/model", token=12345)  # type: ignore[arg-type]
+    assert "12345" not in str(said.value)
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -419,3 +489,9 @@ def test_states_before_the_head_are_the_normed_ones_of_a_model_that_exposes_none
     assert outputs.pre_head is not None
     assert normed.post_norm is not None
     assert torch.equal(outputs.pre_head, normed.post_norm)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without CUDA says")
+def test_a_device_that_is_not_here_is_refused_before_anything_is_read(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="device is 'cuda', but torch finds 0 CUDA devices here"):
+        TargetModel.load(folder, device="cuda")

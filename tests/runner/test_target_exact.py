@@ -54,7 +54,7 @@ class Run:
         self.tokens = [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
         self.done = [0] * len(lengths)
 
-    def step(self, counts: list[int]) -> list[Tensor]:
+    def step(self, counts: list[int], is_prefill: list[bool] | None = None) -> list[Tensor]:
         spans = [(d, d + n) for d, n in zip(self.done, counts, strict=True)]
         start = [0]
         for count in counts:
@@ -66,6 +66,7 @@ class Run:
             context=[b for _, b in spans],
             block_tables=self.tables,
             logits_rows=torch.arange(start[-1]),
+            is_prefill=is_prefill,
         )
         self.done = [b for _, b in spans]
         return list(torch.split(self.target.forward(rows).logits, counts))
@@ -123,6 +124,20 @@ def test_rows_do_not_depend_on_a_chunk_beside_them(target: TargetModel) -> None:
     assert torch.equal(chunks.step([0, 90])[1], second[1])
 
 
+@pytest.mark.parametrize("prefix", [30, 240])  # 240: the keys cross a block's edge
+def test_many_drafts_are_computed_as_few_are(target: TargetModel, prefix: int) -> None:
+    lengths = [prefix + 21, 120]
+    expected = alone(target, 0, lengths, prefix, 1)
+
+    verified = Run(target, lengths)
+    verified.step([prefix, 0], [True, True])
+    assert torch.equal(verified.step([21, 0], [False, True])[0], expected)
+
+    beside = Run(target, lengths)
+    beside.step([prefix, 30], [True, True])
+    assert torch.equal(beside.step([21, 90], [False, True])[0], expected)
+
+
 def test_the_exact_path_is_the_one_that_ran(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +188,21 @@ def test_exact_logits_agree_with_ordinary_ones(target: TargetModel) -> None:
     ordinary = TargetModel.load(llama())
     expected = alone(ordinary, 0, [300], 280, 4)
     torch.testing.assert_close(alone(target, 0, [300], 280, 4), expected, rtol=0, atol=1e-5)
+
+
+def test_a_module_that_was_replaced_already_serves_another_target() -> None:
+    model = llama()
+    first, second = (TargetModel.load(model, deterministic=True) for _ in range(2))
+    assert second._blocks is first._blocks  # the layers ask these how to cut their rows
+    assert torch.equal(alone(second, 0, [42], 30, 12), alone(second, 0, [42], 30, 1))
+    assert torch.equal(alone(first, 0, [42], 30, 12), alone(second, 0, [42], 30, 1))
+
+
+def test_a_module_packed_for_speed_alone_is_refused() -> None:
+    model = llama()
+    TargetModel.load(model, pack=True)
+    with pytest.raises(ConfigError, match="packed by a target without deterministic=True"):
+        TargetModel.load(model, deterministic=True)
 
 
 def test_half_precision_is_refused() -> None:

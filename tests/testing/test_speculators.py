@@ -117,9 +117,9 @@ def test_the_bigram_draws_in_every_way(
     seen: list[Any] = []
     plan = Drafting.plan
 
-    def keep(drafting: Drafting, step: Any, draft: Any) -> None:
+    def keep(drafting: Drafting, which: Any, draft: Any, k: Any) -> None:
         seen.append(draft.q)
-        plan(drafting, step, draft)
+        plan(drafting, which, draft, k)
 
     monkeypatch.setattr(Drafting, "plan", keep)
     with LLM(counting(), speculative_config=config) as llm:

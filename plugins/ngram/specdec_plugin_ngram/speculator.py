@@ -8,7 +8,6 @@ the sequence it goes on with the drafts themselves, which repeats the last L - e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 import attrs
@@ -19,7 +18,7 @@ from specdec import Capabilities, ConfigError, Draft, Speculator, hookimpl
 from specdec_plugin_ngram.index import NgramIndex
 
 if TYPE_CHECKING:
-    from specdec import RequestInfo, SpeculatorConfig, Step, TargetInfo
+    from specdec import RequestChanges, SpeculatorConfig, Step, TargetInfo
 
 DEFAULT_MIN, DEFAULT_MAX = 2, 3
 
@@ -75,7 +74,7 @@ class NgramSpeculator(Speculator):
 
     def capabilities(self) -> Capabilities:
         """It reads tokens on the host and nothing of the target."""
-        return Capabilities(drawn="deterministic", host_tokens=True, honours_k=True)
+        return Capabilities(drawn="deterministic", host_tokens=True)
 
     @hookimpl
     def propose(self, step: Step, k: int) -> Draft:
@@ -94,12 +93,6 @@ class NgramSpeculator(Speculator):
         tokens[owned] = np.where(wanted, host.history[slots[:, None], again], -1)
         return Draft(tokens=torch.from_numpy(tokens).to(step.slots.device))
 
-    def requests_changed(
-        self,
-        added: Sequence[RequestInfo],
-        preempted: Sequence[int],
-        resumed: Sequence[RequestInfo],
-        finished: Sequence[int],
-    ) -> None:
+    def requests_changed(self, changes: RequestChanges) -> None:
         """Empty the slots of requests that left; those that got one are met in `propose`."""
-        self.index.drop(np.array([*preempted, *finished], np.int64))
+        self.index.drop(np.array(changes.left, np.int64))
