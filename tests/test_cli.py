@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -214,7 +215,7 @@ def test_tokens_that_differ_although_they_should_not_fail(
     )  # fmt: skip
     assert status == 1
     assert "tokens with and without speculation: 1 of 1 differ" in out
-    assert "completion 0/0 differs from token 1 on" in out
+    assert re.search(r"completion 0/0 differs from token \d+ on", out)
     assert "--deterministic" in out
 
 
