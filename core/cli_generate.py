@@ -249,8 +249,8 @@ def _compared(
 ) -> tuple[list[str], bool]:
     """Lines of a comparison, and whether all tokens are equal."""
     pairs = [
-        (f"{a.request_id}/{c.index}", c.token_ids, d.token_ids)
-        for a, b in zip(outputs, reference, strict=True)
+        (f"{number}/{c.index}", c.token_ids, d.token_ids)
+        for number, (a, b) in enumerate(zip(outputs, reference, strict=True))
         for c, d in zip(a.outputs, b.outputs, strict=True)
     ]
     different = [(name, a, b) for name, a, b in pairs if a != b]
