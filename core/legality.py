@@ -48,9 +48,9 @@ def settle(config: SpeculativeConfig, capabilities: Capabilities, label: str) ->
     rule = rules[name]
     if capabilities.drawn == "coupled" and not rule.accepts_coupled:
         raise ConfigError(
-            f"{label} draws its drafts with the target's own noise (coupled), which biases "
-            f"rejection_sample_method={name!r}; use 'coupled', or draft_sample_method="
-            "'probabilistic'"
+            f"{label} draws its drafts with the target's own noise (coupled), of which "
+            f"rejection_sample_method={name!r} takes drafts to be independent; use 'coupled', or "
+            "draft_sample_method='probabilistic'"
         )
     asked = config.draft_sample_method
     if asked is not None and _DRAWN[asked] != capabilities.drawn:

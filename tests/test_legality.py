@@ -43,7 +43,7 @@ def test_every_way_of_drawing_under_every_rule(drawn: str, rule: str, asked: str
     elif drawn == "coupled" and rule != "coupled":
         with pytest.raises(
             ConfigError,
-            match=f"X draws its drafts with the target's own noise.*biases.*'{rule}'; use 'coupled'"
+            match=f"X draws its drafts with the target's own noise.*'{rule}' takes drafts to be.*; use 'coupled'"
             ", or draft_sample_method='probabilistic'",
         ):
             settle(config(**values), has, "X")
@@ -115,7 +115,9 @@ def test_a_rule_of_its_own_may_accept_coupled_drafts() -> None:
     assert settle(config(rejection_sample_method="close"), has, "X").rule is rule
     strict = VerificationRule("strict", lossless=True)
     has = capabilities(drawn="coupled", verification=[strict])
-    with pytest.raises(ConfigError, match="biases rejection_sample_method='strict'"):
+    with pytest.raises(
+        ConfigError, match="rejection_sample_method='strict' takes drafts to be independent"
+    ):
         settle(config(rejection_sample_method="strict"), has, "X")
 
 
