@@ -43,8 +43,8 @@ def test_every_way_of_drawing_under_every_rule(drawn: str, rule: str, asked: str
     elif drawn == "coupled" and rule != "coupled":
         with pytest.raises(
             ConfigError,
-            match=f"X draws its drafts with the target's own noise.*'{rule}' takes drafts to be.*; use 'coupled'"
-            ", or draft_sample_method='probabilistic'",
+            match=f"X draws its drafts with the target's own noise.*'{rule}' takes drafts to be"
+            ".*; use 'coupled', or draft_sample_method='probabilistic'",
         ):
             settle(config(**values), has, "X")
     elif asked is not None and DRAWN[asked] != drawn:
