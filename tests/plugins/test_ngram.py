@@ -27,6 +27,9 @@ from specdec import (
     Verdict,
 )
 from specdec.session import Session
+
+pytest.importorskip("specdec_plugin_ngram", reason="specdec-plugin-ngram is not installed")
+
 from specdec_plugin_ngram import NgramOptions, NgramSpeculator, index
 
 README = Path(__file__).parents[2] / "plugins" / "ngram" / "README.md"
