@@ -602,3 +602,8 @@ def test_keys_of_a_checkpoint_are_refused_by_a_method_that_loads_none(key: str) 
 
 def test_a_model_that_is_only_the_methods_name_asks_for_no_checkpoint() -> None:
     assert parse({"method": "bare", "model": "bare"}).resolve(Bare, "bare").model == "bare"
+
+
+def test_a_misspelt_method_key_is_guessed() -> None:
+    with pytest.raises(ConfigError, match="neither a method nor a model; did you mean 'method'"):
+        SpeculativeConfig.parse({"metod": "ngram"})
