@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,8 +208,6 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def _timed(call: Callable[[], list[RequestOutput]]) -> tuple[list[RequestOutput], float]:
-    import time
-
     start = time.perf_counter()
     return call(), time.perf_counter() - start
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from specdec.types import Capabilities, TargetInfo
 
 PROBLEMS = 1  # exit status
-UNLIMITED_LEN = 32768  # context of a model that names no limit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +149,7 @@ def _target_info(args: argparse.Namespace) -> TargetInfo:
 
     from specdec.errors import TargetError
     from specdec.runner.model_loading import load_config, reason
-    from specdec.runner.model_support import position_limit
+    from specdec.runner.model_support import UNLIMITED_LEN, position_limit
     from specdec.types import TargetInfo
 
     config = load_config(

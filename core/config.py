@@ -144,12 +144,9 @@ class SpeculativeConfig:
             (shared if key in names else extra)[key] = item
         config = structure(cls, shared, "speculative_config")
         if config.method is None and config.model is None:
-            guess = next((hint for key in extra if (hint := nearest(key, names))), "")
+            guess = next((hint for key in extra if (hint := nearest(key, names))), ";")
             raise ConfigError(
                 f"speculative_config names neither a method nor a model{guess} "
-                "Write {'method': NAME} or just the name ('specdec plugins' lists them)"
-                if guess
-                else "speculative_config names neither a method nor a model; "
                 "write {'method': NAME} or just the name ('specdec plugins' lists them)"
             )
         return attrs.evolve(config, extra=extra)

@@ -48,12 +48,13 @@ class OutOfMemoryError(SpecdecError):
 PLUGIN_ERRORS = (Exception, SystemExit)
 
 
-def told(error: BaseException) -> str:
-    """Say what was raised, `Type: text`, whatever its own `__str__` does."""
+def blame(who: str, error: BaseException, where: str) -> str:
+    """Say `WHO raised TYPE in WHERE: TEXT`, whatever the error's own `__str__` does."""
     try:
-        return f"{type(error).__name__}: {error}"
+        text = str(error)
     except Exception:  # the text of somebody else's error must not hide the error
-        return f"{type(error).__name__}: (its text cannot be read)"
+        text = "(its text cannot be read)"
+    return f"{who} raised {type(error).__name__} in {where}: {text}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

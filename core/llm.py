@@ -21,6 +21,7 @@ from specdec.request import Request, check_prompt, check_stops
 from specdec.runner.assemble import Assembly, EngineSettings, assemble
 from specdec.runner.sequence import Sequence as Running
 from specdec.sampling_params import SamplingParams
+from specdec.sources import check_sources
 from specdec.tokenizer import eos_ids, load_tokenizer
 from specdec_kernels import make_stream
 
@@ -105,7 +106,7 @@ class LLM:
                 f"observers is {observers!r}, but it has to be a list of objects with the hook "
                 "step_finished"
             )
-        _check_sources(
+        check_sources(
             model,
             tokenizer,
             skip_tokenizer_init=skip_tokenizer_init,
@@ -390,44 +391,3 @@ def _seed(seed: object) -> int:
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
         raise ConfigError(f"seed is {seed!r}, but it has to be an integer of 64 bits")
     return seed
-
-
-def _check_sources(
-    model: object,
-    tokenizer: object,
-    *,
-    skip_tokenizer_init: object,
-    trust_remote_code: object,
-    remote: Mapping[str, object],
-    tokenizer_options: Mapping[str, object],
-) -> None:
-    """Refuse what would be ignored: how to fetch what is here already."""
-    for name, value in (
-        ("skip_tokenizer_init", skip_tokenizer_init),
-        ("trust_remote_code", trust_remote_code),
-    ):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}, but it has to be True or False")
-    given = [name for name, value in remote.items() if value is not None]
-    if not isinstance(model, str | Path):
-        given += ["trust_remote_code"] if trust_remote_code else []
-        if given:
-            raise ConfigError(
-                f"{given[0]} says how to load a model, but the model was passed in as a module"
-            )
-    elif Path(model).expanduser().is_dir() and remote["revision"] is not None:
-        raise ConfigError(
-            f"revision is {remote['revision']!r}, but {str(model)!r} is a folder and has none"
-        )
-    options = [name for name, value in tokenizer_options.items() if value is not None]
-    if skip_tokenizer_init and (tokenizer is not None or options):
-        what = "a tokenizer" if tokenizer is not None else options[0]
-        raise ConfigError(f"skip_tokenizer_init=True contradicts giving {what}")
-    named = isinstance(tokenizer, str | Path) or (
-        tokenizer is None and isinstance(model, str | Path)
-    )
-    if options and not named:
-        raise ConfigError(
-            f"{options[0]} says how to load a tokenizer, but none is loaded: name one with "
-            "tokenizer="
-        )

@@ -11,7 +11,7 @@ import pluggy
 import torch
 
 from specdec._answers import Answers
-from specdec.errors import PLUGIN_ERRORS, PluginError, SpeculatorError, listed, nearest, told
+from specdec.errors import PLUGIN_ERRORS, PluginError, SpeculatorError, blame, listed, nearest
 from specdec.hookspecs import PROJECT, Hooks, hookimpl
 
 if TYPE_CHECKING:
@@ -232,10 +232,10 @@ class Session:
         return failed
 
     def _raised(self, hook: str, error: BaseException) -> SpeculatorError:
-        kind, _, text = told(error).partition(": ")
-        if isinstance(error, AttributeError) and "NoneType" in text and not self._host_tokens:
-            text += " (step.host is None unless the capabilities say host_tokens=True)"
-        return SpeculatorError(f"{self.label} raised {kind} in the hook {hook}: {text}")
+        said = blame(self.label, error, f"the hook {hook}")
+        if isinstance(error, AttributeError) and "NoneType" in said and not self._host_tokens:
+            said += " (step.host is None unless the capabilities say host_tokens=True)"
+        return SpeculatorError(said)
 
 
 def _passed_core(traceback: TracebackType | None) -> bool:

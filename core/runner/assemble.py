@@ -13,7 +13,7 @@ import torch
 from specdec import checkpoints, plugins
 from specdec.acceptance import conditional, rates_for_length
 from specdec.config import SpeculativeConfig
-from specdec.errors import PLUGIN_ERRORS, ConfigError, PluginError, SpecdecError, told
+from specdec.errors import PLUGIN_ERRORS, ConfigError, PluginError, SpecdecError, blame
 from specdec.legality import Agreement, settle
 from specdec.length_policy import FallingLength, FixedLength, LengthPolicy
 from specdec.length_table import drafts_by_batch
@@ -22,6 +22,7 @@ from specdec.runner.drafting import Drafting
 from specdec.runner.engine import Engine
 from specdec.runner.kv_cache import BlockPool
 from specdec.runner.memory import BLOCK_SIZE
+from specdec.runner.model_support import UNLIMITED_LEN
 from specdec.runner.sampling import kernel_verify
 from specdec.runner.scheduler import Scheduler
 from specdec.runner.state import Slots
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-UNLIMITED_LEN = 32768  # context of a model that names no limit
 
 
 def _at_least_one(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -192,8 +191,7 @@ def _call(label: str, what: str, call: Callable[[], Any]) -> Any:
         error.add_note(f"raised by {label} in {what}")
         raise
     except PLUGIN_ERRORS as error:
-        kind, _, text = told(error).partition(": ")
-        raise PluginError(f"{label} raised {kind} in {what}: {text}") from error
+        raise PluginError(blame(label, error, what)) from error
 
 
 def _context(wanted: int | None, target: TargetModel) -> int:

@@ -43,7 +43,8 @@ def commit(batch: Batch, verdict: Verdict, slots: Slots) -> Commit:
     count = verdict.count[:requests].cpu().numpy()
     columns = np.arange(tokens.shape[1])
 
-    stops = (tokens[:, :, None] == slots.stop_ids[which][:, None, :]) & (tokens >= 0)[:, :, None]
+    stop_ids = slots.stop_ids[which, : slots.stop_width]
+    stops = (tokens[:, :, None] == stop_ids[:, None, :]) & (tokens >= 0)[:, :, None]
     is_stop = stops.any(axis=2) & (columns < count[:, None])
     first_stop = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1), tokens.shape[1])
     room = slots.max_length[which] - slots.length[which]

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.errors import PLUGIN_ERRORS, SpecdecError, SpeculatorError, told
+from specdec.errors import PLUGIN_ERRORS, SpecdecError, SpeculatorError, blame
 from specdec.legality import Agreement
 from specdec.length_policy import LengthPolicy
 from specdec.runner.batch import Batch
@@ -56,10 +56,7 @@ class Drafting:
         try:
             self.speculator.requests_changed(changes)
         except PLUGIN_ERRORS as error:
-            kind, _, text = told(error).partition(": ")
-            raise SpeculatorError(
-                f"{self.session.label} raised {kind} in requests_changed: {text}"
-            ) from error
+            raise SpeculatorError(blame(self.session.label, error, "requests_changed")) from error
 
     def verify(self, batch: Batch, logits: Tensor) -> tuple[Verdict, Failures]:
         """Judge the drafts under test; requests without any are given a plain draw."""

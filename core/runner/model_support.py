@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from specdec.runner.kv_cache import KVSpec
 
+UNLIMITED_LEN = 32768  # context of a model that names no limit
+
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _ROPE_TYPES = {
     "dynamic": "its rotary frequencies depend on the longest position of a call",

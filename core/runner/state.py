@@ -39,6 +39,7 @@ class Slots:
         self.min_p: NDArray[np.float32] = np.zeros(shape, np.float32)
         self.stop_ids: NDArray[np.int64] = np.full((max_num_seqs, MAX_STOP_IDS), -1, int64)
         self.block_tables: NDArray[np.int64] = np.zeros((max_num_seqs, max_blocks), int64)
+        self.stop_width = 0  # columns of stop_ids that any request has used
         # drafts under test in the next step
         self.drafts: NDArray[np.int64] = np.full((max_num_seqs, k), -1, int64)
         self.num_drafts: NDArray[np.int64] = np.zeros(shape, int64)
@@ -97,6 +98,7 @@ class Slots:
         self.top_k[slot] = min(max(top_k, 0), 2**31 - 1)  # more than any vocabulary
         self.top_p[slot] = top_p
         self.min_p[slot] = min_p
+        self.stop_width = max(self.stop_width, len(stop_ids))
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
         self.block_tables[slot] = 0
