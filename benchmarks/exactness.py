@@ -1,8 +1,8 @@
 """Token equality with and without speculation on a real model, over a file of prompts.
 
-    python benchmarks/exactness.py --model DIR --prompts question.jsonl [--count 32] [--tokens 96]
+    python benchmarks/exactness.py --model DIR --prompts question.jsonl [--count 64] [--tokens 128]
 
-Greedy, and temperature 0.8 with a seed per prompt, under coupled verification; batch 1 and 8;
+Greedy, and temperature 0.8 with a seed per prompt, under coupled verification; batch 1 and 16;
 float32 with deterministic products. Exit status 1 if a token differs. Prompts come as one JSON
 object a line with `turns` (Spec-Bench) or `prompt`; they are taken evenly spread over the file.
 """
@@ -37,9 +37,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--count", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--speculative-config", default="ngram")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(

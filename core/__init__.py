@@ -12,6 +12,7 @@ from specdec.errors import (
     ConfigError,
     OutOfMemoryError,
     PluginError,
+    ProcessorError,
     PromptError,
     SpecdecError,
     SpeculatorError,
@@ -20,14 +21,19 @@ from specdec.errors import (
 from specdec.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from specdec.async_llm import AsyncLLM
     from specdec.config import SpeculativeConfig, SpeculatorConfig
     from specdec.llm import LLM
+    from specdec.logits_processors import LogitsRows, row_by_row
+    from specdec.logprobs import Logprob
+    from specdec.metrics import SpeculationMetrics
     from specdec.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from specdec.sampling_params import SamplingParams
     from specdec.speculator import Speculator
     from specdec.types import (
         Capabilities,
         Draft,
+        EndedRequest,
         HostStep,
         KVLayer,
         Pools,
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
         RequestInfo,
         SlotState,
         Step,
+        StepReport,
         TargetInfo,
         TargetOutputs,
         Verdict,
@@ -46,7 +53,12 @@ __version__ = "0.1.0"
 _HOME = {
     "SpeculativeConfig": "config",
     "SpeculatorConfig": "config",
+    "AsyncLLM": "async_llm",
     "LLM": "llm",
+    "LogitsRows": "logits_processors",
+    "row_by_row": "logits_processors",
+    "Logprob": "logprobs",
+    "SpeculationMetrics": "metrics",
     "CompletionOutput": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
@@ -54,6 +66,7 @@ _HOME = {
     "Speculator": "speculator",
     "Capabilities": "types",
     "Draft": "types",
+    "EndedRequest": "types",
     "HostStep": "types",
     "KVLayer": "types",
     "Pools": "types",
@@ -61,6 +74,7 @@ _HOME = {
     "RequestInfo": "types",
     "SlotState": "types",
     "Step": "types",
+    "StepReport": "types",
     "TargetInfo": "types",
     "TargetOutputs": "types",
     "Verdict": "types",
@@ -69,15 +83,20 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Capabilities",
     "CompletionOutput",
     "ConfigError",
     "Draft",
+    "EndedRequest",
     "HostStep",
     "KVLayer",
+    "LogitsRows",
+    "Logprob",
     "OutOfMemoryError",
     "PluginError",
     "Pools",
+    "ProcessorError",
     "PromptError",
     "RequestChanges",
     "RequestInfo",
@@ -86,17 +105,20 @@ __all__ = [
     "SamplingParams",
     "SlotState",
     "SpecdecError",
+    "SpeculationMetrics",
     "SpeculativeConfig",
     "Speculator",
     "SpeculatorConfig",
     "SpeculatorError",
     "Step",
+    "StepReport",
     "TargetError",
     "TargetInfo",
     "TargetOutputs",
     "Verdict",
     "VerificationRule",
     "hookimpl",
+    "row_by_row",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `specdec generate`, `specdec plugins`.
+"""The command line: `specdec generate`, `specdec chat`, `specdec bench`, `specdec plugins`.
 
 A module per sub-command; torch is imported by those that need it, when they run.
 """
@@ -10,11 +10,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specdec import cli_generate, cli_plugins
+from specdec import cli_bench, cli_chat, cli_generate, cli_plugins
 from specdec._structure import printable
 from specdec.errors import SpecdecError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+COMMANDS = {
+    "generate": cli_generate,
+    "chat": cli_chat,
+    "bench": cli_bench,
+    "plugins": cli_plugins,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser.add_argument("--version", action="version", version=f"specdec-core {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module in (("generate", cli_generate), ("plugins", cli_plugins)):
+    for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)

@@ -14,7 +14,7 @@ import attrs
 from specdec import checkpoints, config_text, plugins
 from specdec._structure import printable
 from specdec.config import CORE_RULES, SpeculativeConfig
-from specdec.errors import ConfigError, PluginError, SpecdecError
+from specdec.errors import PLUGIN_ERRORS, ConfigError, PluginError, SpecdecError, blame
 
 if TYPE_CHECKING:
     from specdec.plugins import PluginInfo
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one; needs --target")
     parser.add_argument("--target", metavar="MODEL", help="folder or Hub id; no weights are read")
     parser.add_argument("--target-revision", metavar="REVISION", help="of the target on the Hub")
-    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that the target brings"
+    )
     parser.add_argument(
         "--speculative-config", "-sc", metavar="CONFIG", help="key=value,... or JSON; as for an LLM"
     )
@@ -128,16 +130,18 @@ def _load(
     target = _target_info(args)
     from specdec.types import Capabilities
 
+    where = "load"
     try:
         speculator = speculator_class.load(target, own)
         try:
+            where = "capabilities"
             capabilities = speculator.capabilities()
         finally:
             speculator.close()
     except SpecdecError:
         raise
-    except Exception as error:  # whatever a plugin raises
-        raise PluginError(f"{info} raised {type(error).__name__}: {error}") from error
+    except PLUGIN_ERRORS as error:
+        raise PluginError(blame(str(info), error, where)) from error
     if not isinstance(capabilities, Capabilities):
         raise PluginError(f"{info}: capabilities() gave a {type(capabilities).__name__}")
     return info, capabilities, target, config

@@ -5,6 +5,7 @@ SpecdecError
 ├── PromptError            a prompt or its sampling cannot be served (also a ValueError)
 ├── PluginError            a speculator cannot be found, imported, registered or trusted
 │   └── SpeculatorError    a speculator raised or answered wrongly while it ran
+├── ProcessorError         a logits processor of a request raised or answered wrongly
 ├── TargetError            this model cannot be served
 └── OutOfMemoryError       the key-value cache cannot hold what was asked
 """
@@ -33,6 +34,10 @@ class PluginError(SpecdecError):
 
 class SpeculatorError(PluginError):
     """A speculator raised, or answered with something a hook does not allow, while it ran."""
+
+
+class ProcessorError(SpecdecError):
+    """A logits processor that a request brought raised, or answered wrongly, while it ran."""
 
 
 class TargetError(SpecdecError):

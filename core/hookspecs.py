@@ -24,7 +24,7 @@ import pluggy
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.types import Draft, Step, TargetOutputs, Verdict
+    from specdec.types import Draft, Step, StepReport, TargetOutputs, Verdict
 
 PROJECT = "specdec"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -96,8 +96,10 @@ class Hooks:
         draft: the drafts under test, [batch, K]; row i of a request's logits tests column i,
             the row after its last draft is the bonus row. A request without drafts has one row.
             K is the most that a request has under test.
-        logits: [logit_rows, vocab] as the head gave them, in its dtype: before temperature and
-            truncation (`specdec_kernels.process_logits`). Read only.
+        logits: [logit_rows, vocab], before temperature and truncation
+            (`specdec_kernels.process_logits`), after biases, penalties, masks and logits
+            processors, each row with the context it really has. In the head's dtype, or float32
+            if any request of the step has such edits. Read only.
         Return a `Verdict`: a request with logits emits at least one token and at most one more
         than its drafts, the tokens before the last being its drafts; one without logits has
         count 0. None is an error: nobody else knows the rule. The first answer
@@ -112,7 +114,7 @@ class Hooks:
         """
 
     @hookspec
-    def step_finished(self, step: Step, verdict: Verdict) -> None:
+    def step_finished(self, step: Step, verdict: Verdict, report: StepReport) -> None:
         """Observe a finished step: metrics, tracing, recording.
 
         Called once per step on the host, after the plan of the next one; every implementation
@@ -121,6 +123,8 @@ class Hooks:
         step: the committed step, its tensors on the host. Read only; `state` is that of the
             device, which may be a step ahead: leave it alone.
         verdict: what was emitted, on the host, before stop tokens and budgets cut it.
+        report: the same in numbers, with what the scheduler did: which requests came, were set
+            aside and ended, drafts by request, why some had none, queues and pages.
         An observer that raises is reported and called no more; the requests are unharmed.
         Do not change any tensor, and do not call the engine. Since 0.1.
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import attrs
-
 from specdec.config import SpeculativeConfig
 from specdec.errors import ConfigError, PromptError
+from specdec.followed import FollowedRequests
+from specdec.intake import Intake
 from specdec.llm_keys import refuse
-from specdec.outputs import RequestMetrics, RequestOutput, SpeculationMetrics
-from specdec.prompts import Prompt, is_chat, read_prompts
-from specdec.request import Request, check_prompt, check_stops
+from specdec.metrics import SpeculationMetrics
+from specdec.outputs import RequestOutput
+from specdec.prompts import Prompt, is_chat
+from specdec.request import Request
 from specdec.runner.assemble import Assembly, EngineSettings, assemble
-from specdec.runner.sequence import Sequence as Running
 from specdec.sampling_params import SamplingParams
 from specdec.sources import check_sources
 from specdec.tokenizer import eos_ids, load_tokenizer
-from specdec_kernels import make_stream
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +45,18 @@ class LLM:
     revision, trust_remote_code, hf_token, hf_overrides: how transformers finds and reads the
         model; hf_overrides changes keys of its configuration.
     max_model_len: longest prompt plus completion, by default what the model was made for.
-    max_num_seqs: completions that run at once. max_num_batched_tokens: prompt tokens per step.
+    max_num_seqs: completions that run at once. max_num_batched_tokens: tokens of a step at most,
+        of prompts and of running requests with their drafts; what a prompt has more comes in
+        chunks. Never more completions run than that many tokens.
+    scheduling_policy: "fcfs" (first come, first served) or "priority": a lower `priority` goes
+        first, and sets aside running requests of a higher one where there is no room for both.
     kv_cache_memory: bytes for the key-value cache; by default enough for every sequence at full
-        length, but no more than a share of the free memory.
+        length, but no more than a share of the free memory. gpu_memory_utilization: on CUDA
+        instead, the share of the device's memory that model and cache may take together. If
+        the cache runs full, the last request is set aside and computed again later; its tokens
+        stay the same.
+    max_logprobs: the most log-probabilities per token that a request may ask for; -1 is any
+        number.
     seed: of requests that bring none.
     enforce_eager: run without captured graphs, which the CPU loop always does.
     deterministic: float32 on a CPU: a token's logits do not depend, bit for bit, on what was
@@ -58,6 +64,7 @@ class LLM:
         is where a prompt is cut, which max_num_batched_tokens alone decides. Slower. A module
         that is passed in is changed for good.
     observers: objects with the hook `step_finished`.
+    per_request_spec_decode_metrics: "summary", or "detailed": with the numbers of every step.
 
     Usable as a context manager; `close` frees the model and every plugin.
     """
@@ -80,11 +87,15 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
+        scheduling_policy: str = "fcfs",
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        max_logprobs: int = 20,
         seed: int = 0,
         enforce_eager: bool = False,
         deterministic: bool = False,
         observers: Iterable[object] = (),
+        per_request_spec_decode_metrics: str = "summary",
         **unsupported: Any,
     ) -> None:
         self._assembly: Assembly | None = None
@@ -96,7 +107,11 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            scheduling_policy=scheduling_policy,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_logprobs=max_logprobs,
+            per_request_spec_decode_metrics=per_request_spec_decode_metrics,
             enforce_eager=enforce_eager,
             deterministic=deterministic,
         )
@@ -132,7 +147,6 @@ class LLM:
                 "hf_overrides": hf_overrides,
             },
         )
-        self._ordinals = itertools.count()
         try:
             # after the model: where that cannot be found, its own error says so best
             if not skip_tokenizer_init:
@@ -146,6 +160,19 @@ class LLM:
                     extra={} if tokenizer_kwargs is None else tokenizer_kwargs,
                 )
             self.eos_token_ids = eos_ids(self._assembly.target.model, self.tokenizer)
+            drafting = self._assembly.engine.drafting
+            self._intake = Intake(
+                scheduler=self._assembly.engine.scheduler,
+                tokenizer=self.tokenizer,
+                eos=self.eos_token_ids,
+                vocab_size=self._assembly.target.vocab_size,
+                max_model_len=self._assembly.max_model_len,
+                seed=self.seed,
+                rule=drafting.agreement.rule if drafting else None,
+                max_logprobs=max_logprobs,
+                priorities=scheduling_policy == "priority",
+            )
+            self._added = FollowedRequests(self._assembly.engine, every_step=True)
         except BaseException:
             self.close()
             raise
@@ -162,6 +189,16 @@ class LLM:
     def max_model_len(self) -> int:
         """Longest prompt plus completion, in tokens."""
         return self._loaded.max_model_len
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target's weights."""
+        return self._loaded.target.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target is."""
+        return self._loaded.target.device
 
     @property
     def capabilities(self) -> Capabilities | None:
@@ -189,7 +226,7 @@ class LLM:
 
     @property
     def metrics(self) -> SpeculationMetrics:
-        """Speculation over every request that has ended, added up."""
+        """Speculation over every request so far, those that run included, added up."""
         return self._loaded.engine.totals
 
     # -- generate ----------------------------------------------------------
@@ -199,14 +236,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for every prompt; outputs come in the order of the prompts.
+        """Generate for every prompt; outputs come in the order of the prompts, whole.
 
         prompts: text, token ids, chat messages (`[{"role": ..., "content": ...}]`, rendered by
             the model's template), or `{"prompt": text}` / `{"prompt_token_ids": ids}`; one or a
             list.
         sampling_params: one for all or one each; `SamplingParams()` by default.
+        priority: one for all or one each, lower first; needs `scheduling_policy="priority"`.
         use_tqdm: show progress on stderr if it is a terminal.
 
         A request that fails ends with finish_reason "error" and says why in `error`; the others
@@ -217,7 +256,9 @@ class LLM:
             PromptError: a prompt or its parameters cannot be served; nothing was generated.
             OutOfMemoryError: a request alone could outgrow the cache; nothing was generated.
         """
-        requests = self._requests(prompts, sampling_params)
+        self._open()
+        requests = self._intake.requests(prompts, sampling_params, priority)
+        followed = FollowedRequests(self._loaded.engine, every_step=False)
         from tqdm.auto import tqdm
 
         with (
@@ -227,20 +268,21 @@ class LLM:
                 unit="prompt",
                 disable=None if use_tqdm else True,
             ) as bar,
-            closing(self._run(requests, every_step=False)) as ended,
+            closing(self._run(requests, followed)) as ended,
         ):
             for _ in ended:
                 bar.update()
-                done = self.metrics
-                if done.num_drafts:
+                if not bar.disable:
+                    done = self.metrics
                     bar.set_postfix_str(f"{done.mean_acceptance_length:.2f} tokens/draft")
-        return [r.output(self.tokenizer, final=True) for r in requests]
+        return [followed.output(request, whole=True) for request in requests]
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate the answer to one conversation, or to each of a list of them.
@@ -253,131 +295,114 @@ class LLM:
                 "chat takes messages, [{'role': ..., 'content': ...}, ...], or a list of such "
                 "conversations; generate takes text and token ids"
             )
-        return self.generate(messages, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(messages, sampling_params, priority=priority, use_tqdm=use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Generate, yielding a request's output so far after every step that added to it.
+        """Generate, yielding a request's output after every step that added to it.
 
-        Mistakes in the arguments raise here, not in the loop. `text` never ends in half a
-        character. Numbers about speculation are there once a request has ended.
+        What an output holds is up to `SamplingParams.output_kind`. Mistakes in the arguments
+        raise here, not in the loop. `text` never ends in half a character, nor in what may be the
+        beginning of a stop string. Numbers about speculation are there once a request has ended.
         Leaving the loop early aborts what still runs. Several streams of one LLM may
         be read in turns: a step runs the requests of all.
         """
-        return self._stream(self._requests(prompts, sampling_params))
+        self._open()
+        return self._stream(self._intake.requests(prompts, sampling_params, priority))
 
     def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        with closing(self._run(requests, every_step=True)) as running:
-            for request in running:
-                yield request.output(self.tokenizer, final=request.finished)
+        followed = FollowedRequests(self._loaded.engine, every_step=True)
+        with closing(self._run(requests, followed)) as moved:
+            for request in moved:
+                yield followed.output(request)
 
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
-        """Check everything before anything runs."""
-        loaded = self._loaded
-        texts = read_prompts(prompts, self.tokenizer)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(texts)
-        elif isinstance(sampling_params, Sequence):
-            params = list(sampling_params)
-        else:
-            raise PromptError(
-                f"sampling_params is of type {type(sampling_params).__name__}; give "
-                "SamplingParams, or a list of them, one per prompt"
-            )
-        if len(params) != len(texts):
-            raise PromptError(
-                f"{len(texts)} prompts but {len(params)} SamplingParams; give one, or one each"
-            )
-        for other in params:
-            if not isinstance(other, SamplingParams):
-                raise PromptError(f"sampling_params holds {other!r}, which is no SamplingParams")
-        vocab = loaded.target.vocab_size
-        for number, (prompt, one) in enumerate(zip(texts, params, strict=True)):
-            where = f"prompt {number}" if len(texts) > 1 else "the prompt"
-            check_prompt(
-                prompt.token_ids, where, vocab_size=vocab, max_model_len=loaded.max_model_len
-            )
-            check_stops(one, self.eos_token_ids, where, vocab_size=vocab)
-            loaded.engine.scheduler.check(self._longest(prompt.token_ids, one), where)
-        # ordinals are taken only once every prompt is known to be good
-        return [
-            self._request(prompt.text, prompt.token_ids, one)
-            for prompt, one in zip(texts, params, strict=True)
-        ]
-
-    def _longest(self, ids: Sequence[int], params: SamplingParams) -> int:
-        """Tokens of prompt and completion at most."""
-        if params.max_tokens is None:
-            return self.max_model_len
-        return min(self.max_model_len, len(ids) + params.max_tokens)
-
-    def _request(self, text: str | None, ids: list[int], params: SamplingParams) -> Request:
-        ordinal = next(self._ordinals)
-        seed = params.seed
-        if seed is None:
-            # unseeded requests differ from each other and repeat with the engine's seed
-            seed = make_stream(self.seed, ordinal)
-        own = frozenset(params.stop_token_ids or ())
-        stops = own if params.ignore_eos else own | self.eos_token_ids
-        longest = self._longest(ids, params)
-        metrics = RequestMetrics(arrival_time=time.perf_counter(), num_prompt_tokens=len(ids))
-        sequences = [
-            Running(
-                request_id=str(ordinal),
-                index=index,
-                prompt=ids,
-                params=params,
-                stream=make_stream(seed, index),
-                stop_ids=tuple(sorted(stops)),
-                own_stop_ids=own,
-                max_length=longest,
-                metrics=attrs.evolve(metrics, speculative_decoding=SpeculationMetrics()),
-            )
-            for index in range(params.n)
-        ]
-        return Request(prompt=text, sequences=sequences, metrics=metrics)
-
-    def _run(self, requests: list[Request], *, every_step: bool) -> Generator[Request]:
-        """Run until the requests have ended; yield those that ended, or that moved in a step."""
-        engine = self._loaded.engine
-        owner = {id(s): r for r in requests for s in r.sequences}
-        left = set(owner)
-        # our own list: whoever reads another stream of this LLM moves our sequences along too
-        news: list[Running] = []
+    def _run(self, requests: list[Request], followed: FollowedRequests) -> Generator[Request]:
+        """Run until the requests have ended; yield those that a reader wants to see."""
         try:
-            for request in requests:
-                for sequence in request.sequences:
-                    sequence.news = news
-                    engine.add(sequence)
-            while left:
-                if not news:
-                    self._loaded.engine.step()
-                moved: dict[int, Request] = {}
-                for sequence in news:
-                    if sequence.finish_reason is not None:
-                        left.discard(id(sequence))
-                    mine = owner[id(sequence)]
-                    moved[id(mine)] = mine
-                news.clear()
-                yield from (r for r in moved.values() if every_step or r.finished)
+            followed.start(requests)
+            while followed:
+                _ = self._loaded  # nobody steps an engine that was closed in between
+                yield from followed.step()
         finally:
-            engine.abort(s for r in requests for s in r.sequences)
+            followed.abort_all()
+
+    # -- step by step ------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a prompt for `step`; returns the request's id, by default a number.
+
+        To embed the engine in a loop of your own. Not to be called from several threads at once.
+
+        Raises:
+            PromptError: the prompt, its parameters or the id (in use) cannot be served.
+            OutOfMemoryError: the request alone could outgrow the cache.
+        """
+        self._open()
+        named: object = request_id
+        if named is not None and not (isinstance(named, str) and named):
+            raise PromptError(f"request_id is {request_id!r}, but it has to be a text")
+        if request_id in self._added:
+            raise PromptError(f"request_id {request_id!r} is in use by a request that still runs")
+        made = self._intake.requests(prompt, sampling_params, priority, request_id, single=True)
+        name = made[0].request_id
+        if name in self._added:  # a number that a user has given before
+            raise PromptError(f"request_id {name!r} is in use; give another")
+        self._added.start(made)
+        return name
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of requests of `add_request` that it moved or ended.
+
+        What an output holds is up to `SamplingParams.output_kind`. The last output of every
+        request has `finished`; one that was aborted gives a last output, too.
+        """
+        self._open()
+        return [self._added.output(request) for request in self._added.step()]
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests of `add_request`; what they emitted comes with the next `step`.
+
+        Ids of requests that have ended are ignored: an abort may cross with an end.
+        """
+        self._open()
+        self._added.abort([request_ids] if isinstance(request_ids, str) else request_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request of `add_request` has outputs to come."""
+        return bool(self._added)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests of `add_request` whose last output was not handed out yet."""
+        return len(self._added)
 
     # -- end ---------------------------------------------------------------
 
+    def _open(self) -> None:
+        """Refuse to work once closed."""
+        _ = self._loaded
+
     def close(self) -> None:
-        """Free the model, the cache and the speculator. Calling it again does nothing."""
+        """Free the model, the cache and the speculator. Calling it again does nothing.
+
+        Requests that run are aborted.
+        """
         if self._assembly is not None:
             assembly, self._assembly = self._assembly, None
+            assembly.engine.abort_all()
+            self._added = FollowedRequests(assembly.engine, every_step=True)
             assembly.close()
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specdec.speculator import Speculator
-    from specdec.types import Capabilities, Draft, Step, TargetOutputs, Verdict
+    from specdec.types import Capabilities, Draft, Step, StepReport, TargetOutputs, Verdict
 
 HOOKS = ("extract_hidden_states", "propose", "verify", "step_finished")
 
@@ -212,7 +212,9 @@ class Session:
             raise self._raised("verify", error) from error
         return self._answers.verdict(verdict, self._rule, step, draft.tokens)
 
-    def step_finished(self, step: Step, verdict: Verdict) -> list[tuple[object, BaseException]]:
+    def step_finished(
+        self, step: Step, verdict: Verdict, report: StepReport
+    ) -> list[tuple[object, BaseException]]:
         """Call every observer, the last registered first; return those that raised.
 
         One that raised is called no more; a speculator that observes keeps its other hooks.
@@ -220,7 +222,7 @@ class Session:
         if not self._finished:
             return []
         failed: list[tuple[object, BaseException]] = []
-        arguments = {"step": step, "verdict": verdict}
+        arguments = {"step": step, "verdict": verdict, "report": report}
         for impl in list(self._finished):
             try:
                 impl.function(*(arguments[a] for a in impl.argnames))

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Drawn = Literal["deterministic", "coupled", "independent"]
 QForm = Literal["dense", "sparse"]
 
+# Why a decode step of a request verified no draft. `StepReport.skipped` holds indices into it.
+SKIP_REASONS = ("nothing_proposed", "budget", "context", "policy", "memory", "batch")
+
 
 @attrs.frozen(eq=False)
 class SlotState:
@@ -90,7 +93,7 @@ class Step:
     query_start: Tensor  # [batch + 1]
     slots: Tensor  # [batch] -1 = padding: as an index, the place that belongs to nobody
     num_drafts: Tensor  # [batch] drafts among the request's rows: its last rows
-    is_prefill: Tensor  # [batch] bool: the rows are a chunk of the prompt
+    is_prefill: Tensor  # [batch] bool: a chunk of the prompt, or of tokens known already
     samples: Tensor  # [batch] bool: a token is drawn after the rows (all but non-final chunks)
     logits_rows: Tensor  # [logit_rows] index into rows; entries past logits_start[-1] are padding
     predicted: Tensor  # [logit_rows] sequence index of the token that the row of logits predicts
@@ -298,6 +301,41 @@ class RequestChanges:
     def arrived(self) -> tuple[RequestInfo, ...]:
         """Requests that have a slot now."""
         return (*self.added, *self.resumed)
+
+
+@attrs.frozen
+class EndedRequest:
+    """A request that ended in a step."""
+
+    slot: int  # that it had; -1 if it ended without one
+    request_id: str  # its name in messages
+    finish_reason: str  # "stop", "length", "abort" or "error"
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class StepReport:
+    """What a step did, in numbers, for observers. Arrays are numpy's, [batch] without padding.
+
+    drafted, accepted, emitted are counted before stop tokens and limits cut the block, `kept`
+    after: a decoding request emits one token more than it accepted drafts.
+    """
+
+    slots: NDArray[np.int64]
+    is_decode: NDArray[np.bool_]  # a token was drawn, and not after the last chunk of a prompt
+    drafted: NDArray[np.int64]  # drafts verified
+    accepted: NDArray[np.int64]
+    emitted: NDArray[np.int64]
+    kept: NDArray[np.int64]  # tokens that were committed
+    skipped: NDArray[np.int64]  # why nothing was verified: into SKIP_REASONS; -1 where it was
+    changes: RequestChanges | None  # of slots, before the forward; None if there were none
+    ended: tuple[EndedRequest, ...]  # in this step, or between it and the one before
+    num_running: int  # requests with a slot, after the step
+    num_waiting: int
+    num_preempted: int  # preemptions since the engine was built
+    free_blocks: int  # pages of the cache
+    num_blocks: int  # pages that requests can have
+    prompt_tokens: int  # rows of prompts that were computed
+    seconds: float  # that the step took
 
 
 @attrs.frozen(eq=False)

@@ -5,24 +5,25 @@ python examples/observe.py MODEL PROMPT [SPECULATIVE_CONFIG]
 
 import sys
 
-from specdec import LLM, SamplingParams, Step, Verdict, hookimpl
+from specdec import LLM, SamplingParams, hookimpl
+from specdec.types import SKIP_REASONS, StepReport
 
 
 class Trace:
-    """Prints what every step had and gave. Reads on the host, which is fine for an observer."""
+    """Prints what every request of a step had and gave; why, if it verified no drafts."""
 
     def __init__(self) -> None:
         self.steps = 0
 
     @hookimpl
-    def step_finished(self, step: Step, verdict: Verdict) -> None:
+    def step_finished(self, report: StepReport) -> None:
         """Print one line for every request of the step."""
         self.steps += 1
-        for request, slot in enumerate(step.slots.tolist()):
-            if slot >= 0:  # the others are padding
-                kind = "prompt" if step.is_prefill[request] else "decode"
-                drafts, emitted = int(step.num_drafts[request]), int(verdict.count[request])
-                print(f"step {self.steps}, slot {slot}: {kind}, {drafts} drafts, {emitted} emitted")
+        for i, slot in enumerate(report.slots):
+            kind = "decode" if report.is_decode[i] else "prompt"
+            drafted, kept, skipped = report.drafted[i], report.kept[i], report.skipped[i]
+            why = f" ({SKIP_REASONS[skipped]})" if skipped >= 0 else ""
+            print(f"step {self.steps}, slot {slot}: {kind}, {drafted} drafts{why}, {kept} emitted")
 
 
 def main(model: str, prompt: str, speculative_config: str = "ngram") -> None:

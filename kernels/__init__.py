@@ -13,18 +13,25 @@ from torch import Tensor
 
 from specdec_kernels import reference
 from specdec_kernels._checks import Arguments, device_of
+from specdec_kernels.edits import edit_logits, empty_rows
+from specdec_kernels.logprobs import TokenLogprobs, token_logprobs
 from specdec_kernels.noise import make_stream
-from specdec_kernels.types import DenseQ, Sampling, SparseQ, Verified
+from specdec_kernels.types import DenseQ, Edits, Sampling, SparseQ, Verified
 
 __all__ = [
     "DenseQ",
+    "Edits",
     "Sampling",
     "SparseQ",
+    "TokenLogprobs",
     "Verified",
+    "edit_logits",
+    "empty_rows",
     "make_stream",
     "process_logits",
     "sample",
     "sample_draft",
+    "token_logprobs",
     "verify",
 ]
 

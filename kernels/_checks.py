@@ -8,7 +8,16 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from specdec_kernels.types import DenseQ, Sampling, SparseQ
+from specdec_kernels.types import DenseQ, Edits, Sampling, SparseQ
+
+# shapes of `Edits`, where they are not [slots]
+_EDITS = {
+    "bias_ids": "slots E",
+    "bias": "slots E",
+    "allowed_ids": "slots A",
+    "stop_ids": "slots S",
+    "bad_words": "slots W L",
+}
 
 
 class Arguments:
@@ -71,6 +80,15 @@ class Arguments:
         for field, tensor in zip(value._fields, value, strict=True):
             dtype = torch.int64 if field in ("stream", "top_k") else torch.float32
             self.tensor(f"sampling.{field}", tensor, "slots", dtype)
+
+    def edits(self, value: object) -> None:
+        """Check the edits of logits by slot; the number of slots may be fixed already."""
+        if not isinstance(value, Edits):
+            raise TypeError(f"{self._op}: edits must be an Edits, not {type(value).__name__}")
+        for field, tensor in zip(value._fields, value, strict=True):
+            real = field == "bias" or field.endswith("_penalty")
+            dtype = torch.float32 if real else torch.int64
+            self.tensor(f"edits.{field}", tensor, _EDITS.get(field, "slots"), dtype)
 
     def q(self, value: object) -> None:
         """Check the drafts' law, if there is one. Its cache may have more columns than drafts."""

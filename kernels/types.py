@@ -24,6 +24,38 @@ class Sampling(NamedTuple):
     min_p: Tensor
 
 
+class Edits(NamedTuple):
+    """What every request wants done to its logits before they are sampled, by slot.
+
+    Columns may be any number, none included; a slot uses those that it needs. Ids outside [0, V)
+    are ignored.
+
+    repetition_penalty: float32 [slots], above 0; 1 is off. Logits of ids in the prompt or the
+        output are divided by it if they are positive, else multiplied.
+    presence_penalty: float32 [slots]; 0 is off. Taken off once for ids in the output.
+    frequency_penalty: float32 [slots]; 0 is off. Taken off for each time that an id is in the
+        output.
+    bias_ids: int64 [slots, E], distinct within a slot; -1 is unused. bias: float32 [slots, E],
+        added to them.
+    allowed_ids: int64 [slots, A]; -1 is unused. All others are excluded; a slot without any allows
+        all.
+    stop_ids: int64 [slots, S]; -1 is unused. Excluded from rows that predict a position below
+        min_length: int64 [slots], prompt included.
+    bad_words: int64 [slots, W, L], each word at the end of its columns, -1 before it. Its last
+        token is excluded wherever the output ends in the others; a word of one token always.
+    """
+
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    allowed_ids: Tensor
+    stop_ids: Tensor
+    min_length: Tensor
+    bad_words: Tensor
+
+
 class DenseQ(NamedTuple):
     """The law every draft was drawn from, in full.
 

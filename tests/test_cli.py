@@ -28,7 +28,7 @@ from specdec import (
     cli_generate,
     hookimpl,
 )
-from specdec.cli import main
+from specdec.cli import COMMANDS, main
 from specdec.config import SpeculativeConfig
 
 GIVEN = "the cat sat"
@@ -142,7 +142,7 @@ def test_json_is_one_object_a_prompt_and_nothing_else(
         "--compare",
     )  # fmt: skip
     assert status == 0
-    first, second = (json.loads(line) for line in out.splitlines())
+    first, second, last = (json.loads(line) for line in out.splitlines())
     assert (first["prompt"], second["prompt"]) == (GIVEN, "a dog")
     assert len(first["outputs"]) == 2
     expected = answer(model_folder, GIVEN, n=2, temperature=0.7, seed=3)
@@ -152,6 +152,12 @@ def test_json_is_one_object_a_prompt_and_nothing_else(
     assert first["error"] is None
     assert first["speculative_decoding"]["num_drafts"] > 0
     assert "tokens with and without speculation: equal" in err
+    assert list(last) == ["comparison"]
+    compared = last["comparison"]
+    assert (compared["completions"], compared["equal"], compared["equal_expected"]) == (4, 4, True)
+    assert compared["gain"] == pytest.approx(
+        compared["tokens_per_second"] / compared["plain_tokens_per_second"]
+    )
 
 
 def test_a_comparison_shows_the_gain_and_that_tokens_are_equal(
@@ -232,7 +238,9 @@ def test_a_request_that_fails_is_told_on_stderr(
     assert "never again" in err
     status, out, _ = run(capsys, *arguments, "--json", "--compare")
     assert status == 1
-    assert "never again" in json.loads(out)["error"]
+    outcome, comparison = map(json.loads, out.splitlines())
+    assert "never again" in outcome["error"]
+    assert comparison["comparison"]["first_differences"] == {"0/0": 1}
 
 
 @pytest.mark.parametrize(
@@ -243,6 +251,7 @@ def test_a_request_that_fails_is_told_on_stderr(
         (["--model", "{model}", "--prompts-file", "/no/such"], "/no/such cannot be read"),
         (["--model", "{model}", "--prompt", "a", "--max-tokens", "0"], "max_tokens is 0"),
         (["--model", "{model}", "--prompt", "a", "--n", "2"], "n is 2 at temperature 0"),
+        (["--model", "{model}", "--prompt", "a", "--sampling-params", "{"], "is not valid JSON"),
         (["--model", "{model}", "--prompt", "a", "--compare"], "--compare needs --speculative"),
         (["--model", "{model}", "--prompt", "a", "-sc", "nosuch"], "no speculator named 'nosuch'"),
         (["--model", "{model}", "--prompt", "a", "-sc", "{{"], "is not valid JSON"),
@@ -294,7 +303,7 @@ def test_misuse_of_the_options_is_argparses(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--version"], ["--help"], ["generate", "--help"], ["plugins", "--help"]):
+    for arguments in (["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0

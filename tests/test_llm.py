@@ -415,6 +415,399 @@ def test_a_stream_whose_requests_ended_while_another_was_read_still_yields_them(
     assert outputs[0].finished
 
 
+# -- step by step ------------------------------------------------------------
+
+
+def finish(llm: LLM) -> dict[str, list[RequestOutput]]:
+    """Step until nothing is left; the outputs of every request, in order."""
+    seen: dict[str, list[RequestOutput]] = {}
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            seen.setdefault(output.request_id, []).append(output)
+    return seen
+
+
+def test_requests_can_be_added_between_steps_of_ones_own() -> None:
+    config = {"method": Successor, "num_speculative_tokens": 2}
+    with LLM(counting(), speculative_config=config) as llm:
+        assert not llm.has_unfinished_requests()
+        assert llm.step() == []
+        one = llm.add_request([1], greedy(5))
+        assert (llm.has_unfinished_requests(), llm.num_unfinished_requests) == (True, 1)
+        seen = [[(o.request_id, o.outputs[0].token_ids, o.finished) for o in llm.step()]]
+        two = llm.add_request([20], greedy(2))
+        while llm.has_unfinished_requests():
+            seen.append([(o.request_id, o.outputs[0].token_ids, o.finished) for o in llm.step()])
+        assert llm.num_unfinished_requests == 0
+        assert llm.step() == []
+    assert (one, two) == ("0", "1")
+    assert seen == [
+        [("0", [2], False)],
+        [("0", [2, 3, 4, 5], False), ("1", [21], False)],
+        [("0", count(2, 5), True), ("1", [21, 22], True)],
+    ]
+
+
+def test_a_step_with_nothing_of_its_own_to_do_runs_nothing() -> None:
+    with LLM(counting()) as llm:
+        other = llm.stream([[1]], greedy(3))
+        next(other)
+        before = llm.metrics.num_plain_steps
+        assert llm.step() == []
+        assert llm.metrics.num_plain_steps == before
+        assert [o.outputs[0].token_ids for o in other] == [[2, 3], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("way", ["stream", "step"])
+def test_deltas_joined_are_the_cumulative_output_and_final_only_gives_one(
+    way: str, drafts: int, model_folder: Path
+) -> None:
+    config = {
+        "method": BigramSpeculator, "table": torch.zeros(17, 17), "num_speculative_tokens": 3,
+    } if drafts else None  # fmt: skip
+    values: dict[str, Any] = {
+        "n": 2, "seed": 4, "max_tokens": 12, "logprobs": 1, "prompt_logprobs": 0,
+        "ignore_eos": True, "skip_special_tokens": False, "stop": ["never", "on a on"],
+    }  # fmt: skip
+    seen: dict[str, list[RequestOutput]] = {}
+    with LLM(model_folder, speculative_config=config) as llm:
+        for kind in ("cumulative", "delta", "final_only"):
+            params = SamplingParams(output_kind=kind, **values)
+            if way == "stream":
+                seen[kind] = list(llm.stream("the cat sat", params))
+            else:
+                name = llm.add_request("the cat sat", params)
+                seen[kind] = finish(llm)[name]
+        (whole,) = llm.generate("the cat sat", SamplingParams(**values), use_tqdm=False)
+    (final,) = seen["final_only"]
+    assert len(seen["cumulative"]) == len(seen["delta"]) > 3
+    for index in range(2):
+        grown = [o.outputs[index] for o in seen["cumulative"]]
+        parts = [o.outputs[index] for o in seen["delta"]]
+        for number, so_far in enumerate(grown, 1):
+            joined = parts[:number]
+            assert so_far.text == "".join(p.text for p in joined)
+            assert so_far.token_ids == [t for p in joined for t in p.token_ids]
+            assert so_far.logprobs == [entry for p in joined for entry in p.logprobs or []]
+            assert so_far.cumulative_logprob == parts[number - 1].cumulative_logprob
+            assert so_far.finish_reason == parts[number - 1].finish_reason
+        for other in (final.outputs[index], whole.outputs[index]):
+            assert attrs.asdict(other) == attrs.asdict(grown[-1])
+        assert parts[0].token_ids != grown[-1].token_ids
+    for outputs in seen.values():
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert all(o.prompt_logprobs == whole.prompt_logprobs for o in outputs)
+
+
+def test_a_generation_is_given_whole_whatever_kind_of_output_is_asked_for() -> None:
+    with LLM(counting()) as llm:
+        for kind in ("cumulative", "delta", "final_only"):
+            (output,) = llm.generate([1], greedy(4, output_kind=kind), use_tqdm=False)
+            assert output.outputs[0].token_ids == count(2, 4)
+
+
+def test_requests_have_the_ids_that_they_are_given() -> None:
+    with LLM(counting()) as llm:
+        assert llm.add_request([1], greedy(2), request_id="mine") == "mine"
+        with pytest.raises(
+            PromptError, match="request_id 'mine' is in use by a request that still"
+        ):
+            llm.add_request([2], greedy(2), request_id="mine")
+        assert llm.add_request([2], greedy(2)) == "1"
+        assert set(finish(llm)) == {"mine", "1"}
+        assert llm.add_request([3], greedy(2), request_id="mine") == "mine"  # it is free again
+        assert [o.outputs[0].token_ids for o in finish(llm)["mine"]] == [[4], [4, 5]]
+
+
+@pytest.mark.parametrize("wrong", ["", 3, b"x"])
+def test_an_id_is_a_text(wrong: Any) -> None:
+    with LLM(counting()) as llm:
+        with pytest.raises(PromptError, match=r"request_id is .*, but it has to be a text"):
+            llm.add_request([1], request_id=wrong)
+        assert not llm.has_unfinished_requests()
+
+
+def test_a_number_that_a_user_took_is_not_given_twice() -> None:
+    with LLM(counting()) as llm:
+        llm.add_request([1], greedy(9), request_id="1")
+        with pytest.raises(PromptError, match="request_id '1' is in use; give another"):
+            llm.add_request([2], greedy(2))
+        assert llm.add_request([2], greedy(2)) == "2"
+        assert llm.num_unfinished_requests == 2
+
+
+def test_one_prompt_is_added_at_a_time(model_folder: Path) -> None:
+    with LLM(model_folder) as llm:
+        for prompts, number in (([[4], [5]], 2), ([], 0), (["the", "cat"], 2)):
+            with pytest.raises(
+                PromptError, match=f"one prompt is taken at a time, these are {number}"
+            ):
+                llm.add_request(prompts)  # type: ignore[arg-type]
+        assert not llm.has_unfinished_requests()
+        chat: Any = [{"role": "user", "content": "the cat"}]
+        for prompt in ("the cat", [4, 5], {"prompt": "the cat"}, chat):
+            llm.add_request(prompt, greedy(2))
+        assert llm.num_unfinished_requests == 4
+        ends = [outputs[-1] for outputs in finish(llm).values()]
+    assert [o.prompt_token_ids for o in ends] == [[4, 5], [4, 5], [4, 5], [2, 4, 5, 3]]
+
+
+def test_mistakes_are_told_when_a_request_is_added_and_leave_nothing(small: LLM) -> None:
+    free = small._loaded.engine.scheduler.pool.free
+    with pytest.raises(PromptError, match="the prompt holds the token id 32"):
+        small.add_request([32])
+    with pytest.raises(PromptError, match="the prompt has 24 tokens, but max_model_len is 24"):
+        small.add_request([0] * 24)
+    assert not small.has_unfinished_requests()
+    assert not small._loaded.engine.busy
+    assert small._loaded.engine.scheduler.pool.free == free
+
+
+def test_a_request_can_be_aborted_by_its_id_wherever_it_is() -> None:
+    with LLM(counting(), max_num_seqs=1) as llm:
+        scheduler = llm._loaded.engine.scheduler
+        llm.add_request([1], greedy(9), request_id="runs")
+        llm.add_request([5], greedy(9), request_id="waits")
+        llm.add_request([9], greedy(2), request_id="stays")
+        llm.step()
+        llm.step()
+        llm.abort_request(["runs", "waits", "never there"])
+        assert not scheduler.running
+        assert llm.num_unfinished_requests == 3  # their last outputs were not read yet
+        ended = {o.request_id: o for o in llm.step()}
+        assert set(ended) == {"runs", "waits"}
+        assert all(o.finished for o in ended.values())
+        assert {o.outputs[0].finish_reason for o in ended.values()} == {"abort"}
+        assert ended["runs"].outputs[0].token_ids == [2, 3]
+        assert ended["waits"].outputs[0].token_ids == []
+        llm.abort_request("runs")  # it has ended
+        assert tokens(finish(llm)["stays"])[-1] == [10, 11]
+        assert scheduler.pool.free == scheduler.num_blocks
+
+
+def test_an_abort_after_the_end_does_not_change_what_is_told() -> None:
+    with LLM(counting()) as llm:
+        name = llm.add_request([1], greedy(2))
+        llm.step()
+        # another reader ends it, before its own reader looks
+        llm.generate([[5]], greedy(6), use_tqdm=False)
+        llm.abort_request(name)
+        (output,) = llm.step()
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("length", [2, 3])
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final_only"])
+def test_requests_go_on_while_others_of_the_same_llm_are_generated(kind: str) -> None:
+    with LLM(counting()) as llm:
+        name = llm.add_request([1], greedy(20, output_kind=kind))
+        first = llm.step()
+        assert [o.outputs[0].token_ids for o in first] == ([] if kind == "final_only" else [[2]])
+        assert tokens(llm.generate([[10]], greedy(6), use_tqdm=False)) == [count(11, 6)]
+        steps = llm.metrics.num_plain_steps
+        outputs = llm.step()
+        if kind == "final_only":
+            assert outputs == []
+        else:
+            # all that came meanwhile, at once, and without a step
+            assert llm.metrics.num_plain_steps == steps
+            (output,) = outputs
+            assert output.outputs[0].token_ids == (
+                count(2, 7) if kind == "cumulative" else count(3, 6)
+            )
+        for _ in llm.stream([[10]], greedy(20)):
+            pass
+        (last,) = finish(llm)[name]
+    assert last.finished
+    assert last.outputs[0].token_ids[-1] == 21
+
+
+def test_a_step_that_breaks_off_is_raised_and_its_requests_are_told_with_the_next() -> None:
+    class Once:
+        steps = 0
+
+        @hookimpl
+        def step_finished(self) -> None:
+            self.steps += 1
+            if self.steps == 2:
+                raise KeyboardInterrupt
+
+    with LLM(counting(), observers=[Once()], max_num_seqs=1) as llm:
+        llm.add_request([1], greedy(9), request_id="hit")
+        llm.add_request([5], greedy(2), request_id="waits")
+        llm.step()
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+        (output,) = llm.step()
+        assert (output.request_id, output.outputs[0].finish_reason) == ("hit", "error")
+        assert output.error == "a step was broken off by KeyboardInterrupt"
+        assert tokens(finish(llm)["waits"])[-1] == [6, 7]
+
+
+def test_one_row_a_step_is_enough_for_everybody() -> None:
+    with LLM(counting(), speculative_config={"method": Successor}, max_num_batched_tokens=1) as llm:
+        outputs = llm.generate([[1, 2, 3], [7]], greedy(4), use_tqdm=False)
+        # a draft would be a second row
+        assert llm.metrics.num_draft_tokens == 0
+        assert llm.metrics.skipped["batch"] > 0
+    assert tokens(outputs) == [count(4, 4), count(8, 4)]
+
+
+def test_more_completions_than_a_step_has_rows_take_turns() -> None:
+    with (
+        LLM(tiny_target(), max_num_batched_tokens=3, max_num_seqs=8) as few,
+        LLM(tiny_target()) as many,
+    ):
+        params = SamplingParams(n=7, seed=3, max_tokens=5)
+        expected, actual = (
+            [c.token_ids for c in llm.generate([1, 2], params, use_tqdm=False)[0].outputs]
+            for llm in (many, few)
+        )
+    assert actual == expected
+
+
+# -- priorities, memory, log-probabilities -----------------------------------
+
+
+def test_priorities_are_refused_unless_the_policy_takes_them() -> None:
+    with LLM(counting()) as llm:
+        for use in (
+            lambda: llm.generate([[1], [2]], priority=[0, 1]),
+            lambda: llm.stream([1], priority=-1),
+            lambda: llm.add_request([1], priority=1),
+        ):
+            with pytest.raises(
+                PromptError, match=r"first come, first served.*scheduling_policy='pr"
+            ):
+                use()
+        assert not llm._loaded.engine.busy
+        assert tokens(llm.generate([1], greedy(2), priority=0, use_tqdm=False)) == [[2, 3]]
+
+
+def test_the_lowest_priority_is_served_first() -> None:
+    with LLM(counting(), max_num_seqs=1, scheduling_policy="priority") as llm:
+        stream = llm.stream([[1], [5], [9]], greedy(2), priority=[7, -7, 0])
+        order = [o.request_id for o in stream if o.finished]
+        assert order == ["1", "2", "0"]
+        outputs = llm.generate([[1], [5]], greedy(2), priority=3, use_tqdm=False)
+    assert tokens(outputs) == [[2, 3], [6, 7]]
+
+
+def test_an_urgent_request_sets_another_aside_and_both_are_right() -> None:
+    with LLM(counting(), max_num_seqs=1, scheduling_policy="priority") as llm:
+        slow = llm.add_request([1], greedy(12), priority=1)
+        for _ in range(4):
+            llm.step()
+        urgent = llm.add_request([15], greedy(3), priority=0)
+        seen = finish(llm)
+    assert next(iter(seen)) == urgent
+    assert tokens(seen[urgent])[-1] == [16, 17, 18]
+    assert tokens(seen[slow])[-1] == count(2, 12)
+    assert [seen[name][-1].metrics.num_preemptions for name in (slow, urgent)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        ([1], "2 prompts but 1 priorities; give one, or one each"),
+        ([1, "2"], "priority holds '2'; a priority is an integer, lower first"),
+        ([1, True], "priority holds True"),
+        ([0, 2**62], "priority holds 4611686018427387904"),
+    ],
+)
+def test_wrong_priorities_are_told_before_anything_runs(priority: Any, message: str) -> None:
+    with LLM(counting(), scheduling_policy="priority") as llm:
+        with pytest.raises(PromptError, match=message):
+            llm.generate([[1], [2]], priority=priority, use_tqdm=False)
+        assert not llm._loaded.engine.busy
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"scheduling_policy": "priorty"}, "it has to be fcfs, priority; did you mean 'priority'"),
+        ({"scheduling_policy": 1}, "scheduling_policy is 1"),
+        (
+            {"gpu_memory_utilization": 0.5},
+            "is for a CUDA device, and the model is on cpu; kv_cache",
+        ),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization is 0, but .* number in \(0, 1\]"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"gpu_memory_utilization": True}, "gpu_memory_utilization is True"),
+        (
+            {"gpu_memory_utilization": 0.5, "kv_cache_memory": 10**6},
+            "kv_cache_memory and gpu_memory_utilization both size the key-value cache; give one",
+        ),
+        ({"max_logprobs": -2}, "max_logprobs is -2, but it has to be an integer from -1 up"),
+        ({"max_logprobs": 1.0}, "max_logprobs is 1.0"),
+        (
+            {"per_request_spec_decode_metrics": "sumary"},
+            "it has to be detailed, summary; did you mean 'summary'",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_of_the_scheduler_that_make_no_sense_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(counting(), **values)
+
+
+def test_no_more_logprobs_are_given_than_the_llm_allows() -> None:
+    with LLM(counting()) as llm:
+        for values, said in (
+            ({"logprobs": 21}, "the prompt: logprobs asks for 21, but max_logprobs is 20;"),
+            ({"prompt_logprobs": 21}, "prompt_logprobs asks for 21"),
+            ({"logprobs": -1}, r"asks for the whole vocabulary \(-1\), but max_logprobs is 20"),
+        ):
+            for use in (llm.generate, llm.stream, llm.add_request):
+                with pytest.raises(PromptError, match=said):
+                    use([1], greedy(**values))
+        (output,) = llm.generate([1], greedy(1, logprobs=20), use_tqdm=False)
+    assert len((output.outputs[0].logprobs or [])[0]) == 20
+    with LLM(counting(), max_logprobs=-1) as llm:
+        for asked in (-1, 40):
+            (output,) = llm.generate([1], greedy(1, logprobs=asked), use_tqdm=False)
+            assert len((output.outputs[0].logprobs or [])[0]) == 32
+    with LLM(counting(), max_logprobs=0) as llm:
+        llm.generate([1], greedy(1, logprobs=0, prompt_logprobs=0), use_tqdm=False)
+        with pytest.raises(PromptError, match="logprobs asks for 1, but max_logprobs is 0"):
+            llm.generate([1], greedy(1, logprobs=1), use_tqdm=False)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_logprobs_are_those_of_the_model_whatever_edits_the_request_has(drafted: bool) -> None:
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    law = table.log_softmax(dim=-1)
+    config = {
+        "method": BigramSpeculator, "table": table, "num_speculative_tokens": 3
+    } if drafted else None  # fmt: skip
+    params = SamplingParams(
+        seed=3, max_tokens=9, temperature=0.6, top_k=5, presence_penalty=1.0, logprobs=2,
+        prompt_logprobs=1, logit_bias={2: 3.0},
+    )  # fmt: skip
+    with LLM(toy_target(table), speculative_config=config, max_num_batched_tokens=4) as llm:
+        (output,) = llm.generate([[3, 1, 4, 1, 5, 2, 6]], params, use_tqdm=False)
+    completion = output.outputs[0]
+    whole = [*output.prompt_token_ids, *completion.token_ids]
+    entries = [*(output.prompt_logprobs or []), *(completion.logprobs or [])]
+    assert len(entries) == len(whole)
+    assert entries[0] is None
+    total = 0.0
+    for number, (before, token) in enumerate(itertools.pairwise(whole), 1):
+        entry, row = entries[number], law[before]
+        assert entry is not None
+        assert next(iter(entry)) == token
+        assert entry[token].logprob == pytest.approx(float(row[token]), abs=1e-5)
+        assert entry[token].rank == int((row >= row[token]).sum())
+        wanted = 1 if number < len(output.prompt_token_ids) else 2
+        likeliest = row.topk(wanted).indices.tolist()
+        assert list(entry) == list(dict.fromkeys([token, *likeliest]))
+        total += float(row[token]) if wanted == 2 else 0.0
+    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
+
+
 # -- text --------------------------------------------------------------------
 
 
@@ -538,6 +931,30 @@ def test_a_closed_llm_says_so_and_closes_again() -> None:
     ):
         with pytest.raises(ConfigError, match="this LLM is closed"):
             use()
+
+
+def test_closing_aborts_what_runs_and_refuses_what_comes() -> None:
+    llm = LLM(counting(), max_num_seqs=1)
+    llm.add_request([1], greedy(9))
+    llm.add_request([5], greedy(9))
+    llm.step()
+    engine = llm._loaded.engine
+    ended: list[Any] = [*engine.scheduler.running.values(), *engine.scheduler.waiting]
+    assert len(ended) == 2
+    llm.close()
+    assert [s.finish_reason for s in ended] == ["abort", "abort"]
+    assert [s.emitted for s in ended] == [[2], []]
+    assert not engine.busy
+    assert engine.scheduler.pool.free == engine.scheduler.num_blocks
+    for use in (
+        lambda: llm.step(),
+        lambda: llm.add_request([1]),
+        lambda: llm.abort_request("0"),
+        lambda: llm.chat([{"role": "user", "content": "it"}]),
+    ):
+        with pytest.raises(ConfigError, match="this LLM is closed"):
+            use()
+    llm.close()
 
 
 def test_what_was_loaded_can_be_asked_for() -> None:

@@ -121,7 +121,12 @@ def test_wheel_metadata_says_what_pyproject_says(build: Build) -> None:
     headers = HeaderParser().parsestr(read(build.wheel, f"{build.info}/METADATA"))
     assert headers["License-Expression"] == "Apache-2.0"
     assert headers["Requires-Python"] == build.project["requires-python"]
-    assert len(headers.get_all("Requires-Dist", [])) == len(build.project["dependencies"])
+    needed = headers.get_all("Requires-Dist", [])
+    always = [line for line in needed if "extra ==" not in line]
+    extras = build.project.get("optional-dependencies", {})
+    assert len(always) == len(build.project["dependencies"])
+    assert len(needed) - len(always) == sum(map(len, extras.values()))
+    assert headers.get_all("Provides-Extra", []) == sorted(extras)
     entries = ConfigParser(delimiters=("=",))
     entries.optionxform = str  # type: ignore[assignment, method-assign]  # keep the case of names
     if f"{build.info}/entry_points.txt" in names(build.wheel):

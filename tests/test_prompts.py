@@ -104,7 +104,7 @@ def test_an_empty_prompt_is_read_and_left_to_the_check_of_lengths() -> None:
         ({"prompt_token_ids": [[1]]}, "'prompt_token_ids' holds list, not a list of token ids"),
         ({"prompt_token_ids": 7}, "'prompt_token_ids' holds int"),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" at 0x")[0],
 )
 def test_everything_else_is_refused(prompts: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from specdec import (
     hookimpl,
 )
 from specdec.session import Session
+from specdec.types import StepReport
 from specdec_kernels import DenseQ, SparseQ
 
 BATCH, K, VOCAB, SLOTS, ROWS = 3, 2, 16, 5, 7
@@ -63,6 +65,19 @@ DRAFT = Draft(tokens=ints(BATCH, K, value=5))
 CORE = Verdict(
     tokens=ints(BATCH, K + 1, value=7), count=ints(BATCH, value=K + 1), rows=ints(BATCH, K + 1)
 )
+
+
+def make_report() -> StepReport:
+    counts, flags = np.full(BATCH, K + 1), np.ones(BATCH, dtype=bool)
+    return StepReport(
+        slots=np.array([0, 3, 1]), is_decode=flags, drafted=counts - 1, accepted=counts - 1,
+        emitted=counts, kept=counts, skipped=counts * 0 - 1, changes=None, ended=(),
+        num_running=BATCH, num_waiting=0, num_preempted=0, free_blocks=1, num_blocks=9,
+        prompt_tokens=0, seconds=0.1,
+    )  # fmt: skip
+
+
+REPORT = make_report()
 
 
 class Toy(Speculator):
@@ -302,7 +317,7 @@ def test_one_plugin_twice_is_refused() -> None:
 def test_two_observers_of_one_class_are_both_called() -> None:
     seen: list[str] = []
     both = session(observers=[Recording(seen, "a"), Recording(seen, "b")])
-    assert both.step_finished(STEP, CORE) == []
+    assert both.step_finished(STEP, CORE, REPORT) == []
     assert seen == ["b", "a"]
 
 
@@ -716,10 +731,10 @@ def test_an_observer_that_raises_is_reported_and_called_no_more() -> None:
     error = RuntimeError("full disk")
     good, bad = Recording(seen, "good"), Recording(seen, "bad", error)
     both = session(observers=[good, bad])
-    assert both.step_finished(STEP, CORE) == [(bad, error)]
+    assert both.step_finished(STEP, CORE, REPORT) == [(bad, error)]
     assert seen == ["bad", "good"]
     assert error.__notes__ == ["raised by observer Recording (1) in the hook step_finished"]
-    assert both.step_finished(STEP, CORE) == []
+    assert both.step_finished(STEP, CORE, REPORT) == []
     assert seen == ["bad", "good", "good"]
     assert both.observers == [good]
 
@@ -732,13 +747,31 @@ def test_a_speculator_that_fails_to_observe_goes_on_drafting() -> None:
 
     plugin = Observing()
     watched = session(plugin)
-    assert [o for o, _ in watched.step_finished(STEP, CORE)] == [plugin]
-    assert watched.step_finished(STEP, CORE) == []
+    assert [o for o, _ in watched.step_finished(STEP, CORE, REPORT)] == [plugin]
+    assert watched.step_finished(STEP, CORE, REPORT) == []
     assert watched.propose(STEP, None, K) is DRAFT
+
+
+def test_an_observer_gets_what_it_names() -> None:
+    got: list[object] = []
+
+    class Report:
+        @hookimpl
+        def step_finished(self, report: StepReport) -> None:
+            got.append(report)
+
+    class All:
+        @hookimpl
+        def step_finished(self, report: StepReport, verdict: Verdict, step: Step) -> None:
+            got.extend([report, verdict, step])
+
+    both = session(observers=[Report(), All()])
+    assert both.step_finished(STEP, CORE, REPORT) == []
+    assert [id(x) for x in got] == [id(x) for x in (REPORT, CORE, STEP, REPORT)]
 
 
 def test_sessions_do_not_know_each_other() -> None:
     one, two = Recording(), Recording()
-    session(Toy(), observers=[one]).step_finished(STEP, CORE)
+    session(Toy(), observers=[one]).step_finished(STEP, CORE, REPORT)
     session(Toy(), observers=[two])
     assert (one.seen, two.seen) == ([""], [])

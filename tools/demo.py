@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from specdec import LLM, RequestOutput, SamplingParams, SpecdecError
-from specdec.outputs import SpeculationMetrics
+from specdec import LLM, RequestOutput, SamplingParams, SpecdecError, SpeculationMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ROOT / "benchmarks" / "prompts.json"

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from specdec.config_keys import NEUTRAL_VALUES, REFUSED_KEYS, REFUSED_METHODS
 from specdec.llm_keys import REFUSED as REFUSED_ARGUMENTS
+from specdec.parameter_table import markdown as parameters_by_method
 from specdec.sampling_params import _REFUSED as REFUSED_PARAMETERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +51,8 @@ from specdec import Draft, hookimpl
 # In the order in which a reader meets them.
 TYPES = (
     "Step", "SlotState", "HostStep", "TargetOutputs", "Draft", "Verdict", "Capabilities",
-    "KVLayer", "VerificationRule", "TargetInfo", "Pools", "RequestInfo",
+    "KVLayer", "VerificationRule", "TargetInfo", "Pools", "RequestInfo", "RequestChanges",
+    "StepReport", "EndedRequest",
 )  # fmt: skip
 
 
@@ -390,6 +392,7 @@ def parts() -> dict[str, str]:
         "refused arguments": refused_arguments(),
         "sampling": keys_of("sampling_params.py", "SamplingParams"),
         "refused parameters": refused_parameters(),
+        "parameters by method": parameters_by_method(),
     }
 
 

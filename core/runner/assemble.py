@@ -13,12 +13,21 @@ import torch
 from specdec import checkpoints, plugins
 from specdec.acceptance import conditional, rates_for_length
 from specdec.config import SpeculativeConfig
-from specdec.errors import PLUGIN_ERRORS, ConfigError, PluginError, SpecdecError, blame
+from specdec.errors import (
+    PLUGIN_ERRORS,
+    ConfigError,
+    PluginError,
+    SpecdecError,
+    blame,
+    listed,
+    nearest,
+)
 from specdec.legality import Agreement, settle
 from specdec.length_policy import FallingLength, FixedLength, LengthPolicy
 from specdec.length_table import drafts_by_batch
 from specdec.runner import memory
 from specdec.runner.drafting import Drafting
+from specdec.runner.editing import Editing
 from specdec.runner.engine import Engine
 from specdec.runner.kv_cache import BlockPool
 from specdec.runner.memory import BLOCK_SIZE
@@ -29,6 +38,7 @@ from specdec.runner.state import Slots
 from specdec.runner.target import TargetModel
 from specdec.session import Session
 from specdec.speculator import Speculator
+from specdec.step_counter import StepCounter
 from specdec.types import Capabilities, Draft, Pools, Step, TargetInfo, Verdict
 
 if TYPE_CHECKING:
@@ -44,6 +54,29 @@ def _at_least_one(instance: object, attribute: attrs.Attribute[Any], value: obje
         raise ConfigError(f"{attribute.name} is {value!r}, but it has to be an integer from 1 up")
 
 
+def _share(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ConfigError(f"{attribute.name} is {value!r}, but it has to be a number in (0, 1]")
+
+
+def _from_minus_one(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+        raise ConfigError(f"{attribute.name} is {value!r}, but it has to be an integer from -1 up")
+
+
+def _one_of(*words: str) -> Callable[[object, attrs.Attribute[Any], object], None]:
+    def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value not in words:
+            near = nearest(value, words) if isinstance(value, str) else ""
+            raise ConfigError(
+                f"{attribute.name} is {value!r}, but it has to be {listed(words)}{near}"
+            )
+
+    return check
+
+
 def _boolean(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{attribute.name} is {value!r}, but it has to be True or False")
@@ -56,7 +89,13 @@ class EngineSettings:
     max_model_len: int | None = attrs.field(default=None, validator=_at_least_one)
     max_num_seqs: int = attrs.field(default=64, validator=_at_least_one)
     max_num_batched_tokens: int = attrs.field(default=512, validator=_at_least_one)
+    scheduling_policy: str = attrs.field(default="fcfs", validator=_one_of("fcfs", "priority"))
     kv_cache_memory: int | None = attrs.field(default=None, validator=_at_least_one)
+    gpu_memory_utilization: float | None = attrs.field(default=None, validator=_share)
+    max_logprobs: int = attrs.field(default=20, validator=_from_minus_one)
+    per_request_spec_decode_metrics: str = attrs.field(
+        default="summary", validator=_one_of("summary", "detailed")
+    )
     enforce_eager: bool = attrs.field(default=False, validator=_boolean)
     deterministic: bool = attrs.field(default=False, validator=_boolean)
 
@@ -251,13 +290,25 @@ def _engine(
         capabilities.kv_layers if capabilities else (),
         workspace=capabilities.workspace_bytes if capabilities else 0,
         budget=settings.kv_cache_memory,
+        utilization=settings.gpu_memory_utilization,
         sequences=settings.max_num_seqs,
         max_blocks=max_blocks,
     )
     memory.check_history(settings.max_num_seqs, max_model_len)
     slots = Slots(settings.max_num_seqs, max_model_len, max_blocks, drafts, target.device)
     scheduler = Scheduler(
-        slots, BlockPool(pages.num_blocks), BLOCK_SIZE, settings.max_num_batched_tokens, lookahead
+        slots,
+        BlockPool(pages.num_blocks),
+        BLOCK_SIZE,
+        settings.max_num_batched_tokens,
+        lookahead,
+        fixed_chunks=settings.deterministic,
+        preempts_for_priority=settings.scheduling_policy == "priority",
+    )
+    counter = StepCounter(
+        settings.max_num_seqs + 1,
+        drafts,
+        detailed=settings.per_request_spec_decode_metrics == "detailed",
     )
     rule = agreement.rule.name if agreement else "coupled"
     rates = _rates(config, drafts, target.device) if config else None
@@ -275,7 +326,7 @@ def _engine(
         vocab_size=target.vocab_size,
         device=target.device,
         capabilities=capabilities,
-        observers=observers,
+        observers=[*observers, counter],
     )
     drafting = None
     if speculator is not None and capabilities and agreement and config:
@@ -286,7 +337,7 @@ def _engine(
             block_size=BLOCK_SIZE,
             num_slots=settings.max_num_seqs + 1,
             max_drafts=drafts,
-            max_rows=settings.max_num_batched_tokens + settings.max_num_seqs * (drafts + 1),
+            max_rows=settings.max_num_batched_tokens,
         )
         _call(label, "allocate", lambda: speculator.allocate(pools))
         reach = [n for n in (capabilities.max_context, config.max_model_len) if n is not None]
@@ -300,7 +351,13 @@ def _engine(
             max_context=min([max_model_len, *reach]),
         )
     return Engine(
-        target=target, slots=slots, scheduler=scheduler, session=session, drafting=drafting
+        target=target,
+        slots=slots,
+        scheduler=scheduler,
+        session=session,
+        drafting=drafting,
+        counter=counter,
+        editing=Editing(slots, target.vocab_size, target.device),
     )
 
 

@@ -37,10 +37,19 @@ def padded_batch(requests: int) -> int:
     return 1 << max(requests - 1, 0).bit_length()
 
 
-def build(schedule: Schedule, slots: Slots, *, pad_rows: int, device: torch.device) -> Batch:
+def build(
+    schedule: Schedule,
+    slots: Slots,
+    *,
+    pad_rows: int,
+    device: torch.device,
+    also_read: tuple[Ints, Ints] | None = None,
+) -> Batch:
     """Lay out the rows that the schedule asks for.
 
     pad_rows: the number of rows is rounded up to a multiple of it.
+    also_read: (requests, rows of each) whose logits are wanted without being sampled from; they
+        come after those that are.
     """
     requests = len(schedule.slots)
     batch = padded_batch(requests)
@@ -68,6 +77,8 @@ def build(schedule: Schedule, slots: Slots, *, pad_rows: int, device: torch.devi
     reader = np.repeat(np.arange(requests), wanted)
     back = logits_start[reader + 1] - np.arange(int(logits_start[-1]))
     logits_rows = start[reader + 1] - back
+    if also_read is not None:
+        logits_rows = np.concatenate([logits_rows, start[also_read[0]] + also_read[1]])
     logits_rows = _pad(logits_rows, -(-len(logits_rows) // pad_rows) * pad_rows, 0)
     padded_position = _pad(position, padded, 0)
 
@@ -105,7 +116,7 @@ def build(schedule: Schedule, slots: Slots, *, pad_rows: int, device: torch.devi
         context=(slots.computed[schedule.slots] + counts).tolist(),
         block_tables=put(slots.block_tables[schedule.slots]),
         logits_rows=step.logits_rows,
-        is_prefill=schedule.is_prefill.tolist(),
+        is_prefill=schedule.is_chunk.tolist(),
     )
     return Batch(schedule=schedule, step=step, rows=rows, drafts=put(drafts))
 

@@ -1,4 +1,4 @@
-"""Commit a verdict to the slot arrays: cut at stops and budgets, append, count."""
+"""Commit a verdict to the slot arrays: cut at the first stop token or limit, append."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.runner.batch import Batch
+from specdec.runner.scheduler import Schedule
 from specdec.runner.state import Slots
 from specdec.types import Verdict
 
@@ -15,27 +16,52 @@ Flags = NDArray[np.bool_]
 
 
 @attrs.frozen(eq=False)
-class Commit:
-    """What a step did to each of its requests, [batch] without padding.
+class Block:
+    """What a step emitted, on the host, [batch] without padding, and how much of it stands.
 
-    tokens: [batch, K + 1] emitted; the first `kept` of each stand. stopped: the last of them is a
-    stop token. full: its length limit is reached. drafted, accepted: before any cut.
-    valid_rows, next_token, samples: see `Step`.
+    tokens: [batch, K + 1]; the first `kept` of each stand, of `count`. stopped: the last of them
+    is a stop token. full: the length limit is reached with it. Whoever finds an earlier end
+    lowers `kept` before the commit.
     """
 
+    schedule: Schedule
     tokens: Ints
+    count: Ints
     kept: Ints
     stopped: Flags
     full: Flags
-    drafted: Ints
-    accepted: Ints
+
+    @property
+    def is_decode(self) -> Flags:
+        """Whether a token was drawn, and not after the last chunk of a prompt."""
+        return ~self.schedule.is_prefill & (self.count > 0)
+
+    @property
+    def drafted(self) -> Ints:
+        """Drafts verified, before any cut."""
+        return np.where(self.is_decode, self.schedule.rows - 1, 0)
+
+    @property
+    def accepted(self) -> Ints:
+        """Drafts accepted, before any cut."""
+        return np.where(self.is_decode, self.count - 1, 0)
+
+    def end(self, request: int, kept: int) -> None:
+        """Let only the first `kept` tokens of a request stand, for a reason not known here."""
+        self.kept[request] = kept
+        self.stopped[request] = self.full[request] = False
+
+
+@attrs.frozen(eq=False)
+class Commit:
+    """What a speculator is told of the committed step, [batch] without padding; see `Step`."""
+
     valid_rows: Ints
     next_token: Ints
-    samples: Flags
 
 
-def commit(batch: Batch, verdict: Verdict, slots: Slots) -> Commit:
-    """Append what was emitted, up to the first stop token or limit, and count the drafts."""
+def cut(batch: Batch, verdict: Verdict, slots: Slots) -> Block:
+    """Bring the verdict to the host and find the first stop token or limit of every request."""
     schedule = batch.schedule
     which, requests = schedule.slots, len(schedule.slots)
     # the one copy to the host in a step
@@ -51,7 +77,15 @@ def commit(batch: Batch, verdict: Verdict, slots: Slots) -> Commit:
     kept = np.minimum(np.minimum(count, first_stop + 1), room)
     stopped = first_stop < kept
     full = ~stopped & (kept > 0) & (kept == room)
+    return Block(
+        schedule=schedule, tokens=tokens, count=count, kept=kept, stopped=stopped, full=full
+    )
 
+
+def commit(block: Block, slots: Slots) -> Commit:
+    """Append what stands; the cache is valid up to it, whatever was computed past it."""
+    schedule, tokens, kept = block.schedule, block.tokens, block.kept
+    which, requests = schedule.slots, len(schedule.slots)
     owner = np.repeat(np.arange(requests), kept)
     local = np.arange(len(owner)) - np.repeat(np.cumsum(kept) - kept, kept)
     slots.history[which[owner], slots.length[which[owner]] + local] = tokens[owner, local]
@@ -60,30 +94,4 @@ def commit(batch: Batch, verdict: Verdict, slots: Slots) -> Commit:
     slots.computed[which] += valid_rows
     # what follows the last valid row: the token drawn, or the next one of the prompt
     following = np.minimum(slots.computed[which], slots.length[which] - 1)
-    next_token = slots.history[which, following]
-
-    decode = ~schedule.is_prefill & (count > 0)
-    drafted = np.where(decode, schedule.rows - 1, 0)
-    accepted = np.where(decode, count - 1, 0)
-    _count(slots, which, drafted, accepted, decode)
-    return Commit(
-        tokens=tokens,
-        kept=kept,
-        stopped=stopped,
-        full=full,
-        drafted=drafted,
-        accepted=accepted,
-        valid_rows=valid_rows,
-        next_token=next_token,
-        samples=schedule.samples,
-    )
-
-
-def _count(slots: Slots, which: Ints, drafted: Ints, accepted: Ints, decode: Flags) -> None:
-    """Add the step to the counters of its slots."""
-    speculated, plain = which[drafted > 0], which[decode & (drafted == 0)]
-    slots.spec_steps[speculated] += 1
-    slots.plain_steps[plain, slots.skip[plain]] += 1
-    columns = np.arange(slots.drafted.shape[1])
-    slots.drafted[which] += columns < drafted[:, None]
-    slots.accepted[which] += columns < accepted[:, None]
+    return Commit(valid_rows=valid_rows, next_token=slots.history[which, following])

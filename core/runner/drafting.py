@@ -22,7 +22,7 @@ from specdec.types import Capabilities, Draft, RequestChanges, Step, TargetOutpu
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-NOTHING, BUDGET, CONTEXT, POLICY = range(4)  # why nothing is drafted: into `state.SKIPS`
+NOTHING, BUDGET, CONTEXT, POLICY = range(4)  # why nothing is drafted: into `SKIP_REASONS`
 
 
 @attrs.define(eq=False)

@@ -12,27 +12,40 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.errors import SpeculatorError
-from specdec.outputs import FinishReason, SpeculationMetrics
+from specdec.errors import SpeculatorError, blame
+from specdec.metrics import SpeculationMetrics
+from specdec.outputs import FinishReason
 from specdec.runner.batch import Batch, build, on_host
-from specdec.runner.commit import Commit, commit
+from specdec.runner.commit import Block, Commit, commit, cut
 from specdec.runner.drafting import Drafting
+from specdec.runner.editing import Editing
 from specdec.runner.isolation import Failures
 from specdec.runner.sampling import draw
 from specdec.runner.scheduler import Scheduler
 from specdec.runner.sequence import Sequence
-from specdec.runner.state import SKIPS, Slots
+from specdec.runner.sequence_logprobs import SequenceLogprobs
+from specdec.runner.state import Slots
 from specdec.runner.target import TargetModel
 from specdec.session import Session
-from specdec.types import HostStep, RequestChanges, Step, TargetOutputs
+from specdec.step_counter import StepCounter
+from specdec.types import (
+    EndedRequest,
+    HostStep,
+    RequestChanges,
+    Step,
+    StepReport,
+    TargetOutputs,
+    Verdict,
+)
 
 logger = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 
 
 class Engine:
-    """Runs steps over everything that was added.
+    """Runs steps over everything that was added. Used by one thread at a time.
 
+    counter: the observer that counts speculation; one of the session's.
     pad_rows: rows of a step are rounded up to a multiple of it.
     """
 
@@ -44,6 +57,8 @@ class Engine:
         scheduler: Scheduler,
         session: Session,
         drafting: Drafting | None,
+        counter: StepCounter,
+        editing: Editing,
         pad_rows: int = 1,
     ) -> None:
         self.target = target
@@ -51,8 +66,18 @@ class Engine:
         self.scheduler = scheduler
         self.session = session
         self.drafting = drafting
+        self.counter = counter
+        self.editing = editing
         self.pad_rows = pad_rows
-        self.totals = SpeculationMetrics()
+        self.logprobs = SequenceLogprobs(slots, scheduler.running)
+        self._ended: list[tuple[Sequence, int]] = []  # with the slot that each had
+        self._unreported: list[EndedRequest] = []
+        scheduler.leaving = self._leaving
+
+    @property
+    def totals(self) -> SpeculationMetrics:
+        """Speculation over every request so far, those that run included."""
+        return self.counter.totals
 
     @property
     def busy(self) -> bool:
@@ -68,12 +93,24 @@ class Engine:
         for sequence in sequences:
             if sequence.finish_reason is None:
                 self._finish(sequence, "abort")
+        self._deliver()
+
+    def fail(self, sequences: Iterable[Sequence], reason: str) -> None:
+        """End sequences that have not ended with an error."""
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self._finish(sequence, "error", reason)
+        self._deliver()
+
+    def abort_all(self) -> None:
+        """End everything."""
+        self.abort([*self.scheduler.running.values(), *self.scheduler.waiting])
 
     def step(self) -> None:
-        """Run one step; sequences that emitted a token or ended are put into their `news`.
+        """Run one step; watched sequences that emitted, and those that ended, go to their `news`.
 
-        If anything but a speculator raises, a half-done step cannot be told from a whole one:
-        every running sequence ends with an error, those that wait stay.
+        If anything but a speculator or a logits processor raises, a half-done step cannot be told
+        from a whole one: every running sequence ends with an error, those that wait stay.
         """
         try:
             self._step()
@@ -82,25 +119,43 @@ class Engine:
             for sequence in list(self.scheduler.running.values()):
                 self._finish(sequence, "error", reason)
             raise
+        finally:
+            self._deliver()
 
     @torch.inference_mode()
     def _step(self) -> None:
-        drafting = self.drafting
-        self._admit()
-        schedule = self.scheduler.schedule()
+        started, drafting = time.perf_counter(), self.drafting
+        changes = self._admit()
+        schedule = self.scheduler.choose()
         if not len(schedule.slots):
             return
         self.slots.upload()
-        batch = build(schedule, self.slots, pad_rows=self.pad_rows, device=self.target.device)
+        batch = build(
+            schedule,
+            self.slots,
+            pad_rows=self.pad_rows,
+            device=self.target.device,
+            also_read=self.logprobs.rows(schedule),
+        )
         outputs = self.target.forward(batch.rows)
+        self.logprobs.keep(batch, outputs.logits)
+        edited = self.editing.apply(batch, outputs.logits)
         failed: Failures = {}
         if drafting is None:
-            verdict = draw(batch.step, outputs.logits)
+            verdict = draw(batch.step, edited.logits)
         else:
-            verdict, failed = drafting.verify(batch, outputs.logits)
-        done = commit(batch, verdict, self.slots)
-        self._record(batch, done, failed)
-        k = self._wanted(schedule.slots, done)
+            verdict, failed = drafting.verify(batch, edited.logits)
+        block = cut(batch, verdict, self.slots)
+        empty = self.editing.cut_where_empty(edited, verdict, block)
+        failed |= edited.failed
+        stopped = self._cut_at_stop_strings(block, failed)
+        # a stop string in what is left came first
+        failed |= {r: why for r, why in empty.items() if r not in stopped}
+        done = commit(block, self.slots)
+        self._record(block, verdict, failed, stopped)
+        skipped = self.slots.skip[schedule.slots]  # why this step verified nothing, not the next
+        going = schedule.samples & self.slots.running[schedule.slots]
+        k = drafting.wanted(schedule.slots, going) if drafting else np.zeros_like(schedule.slots)
         step = self._committed(batch, done, k)
         if drafting is not None:
             draft, failed = drafting.propose(
@@ -108,110 +163,139 @@ class Engine:
             )
             self._fail(schedule.slots, failed)
             drafting.plan(schedule.slots, draft, k)
-        for observer, error in self.session.step_finished(*on_host(step, verdict)):
-            logger.error("the observer %r raised and was taken off", observer, exc_info=error)
+        self._observe(step, verdict, block, changes, skipped, started)
 
     # -- between steps -----------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit(self) -> RequestChanges | None:
+        """Give out slots and pages; tell the speculator what changed."""
         now = time.perf_counter()
-        admitted = self.scheduler.admit()
-        for sequence in admitted:
+        for sequence in self.scheduler.admit():
             sequence.metrics.first_scheduled_time = sequence.metrics.first_scheduled_time or now
+            self.editing.place(sequence)
             if self.drafting:
                 self.drafting.policy.reset(sequence.slot)
-        changes = self.scheduler.changes
-        if not changes:
-            return
-        told = RequestChanges(added=tuple(changes.added), finished=tuple(changes.finished))
-        changes.added.clear()
-        changes.finished.clear()
-        if self.drafting is None:
-            return
+        told = self.scheduler.changes.take()
+        if told is None or self.drafting is None:
+            return told
         try:
             self.drafting.tell(told)
         except SpeculatorError as error:
             logger.error("%s; telling request by request", error, exc_info=error)
             self._tell_one_by_one(told)
+        return told
 
     def _tell_one_by_one(self, told: RequestChanges) -> None:
         """Tell the speculator of every change alone; requests it does not take end."""
         assert self.drafting is not None
-        for slot in told.finished:
+        one_each = [RequestChanges(finished=(slot,)) for slot in told.finished]
+        one_each += [RequestChanges(preempted=(slot,)) for slot in told.preempted]
+        one_each += [RequestChanges(added=(info,)) for info in told.added]
+        one_each += [RequestChanges(resumed=(info,)) for info in told.resumed]
+        for one in one_each:
             try:
-                self.drafting.tell(RequestChanges(finished=(slot,)))
-            except SpeculatorError as error:  # its request has ended: nobody is left to end
-                logger.error("%s", error, exc_info=error)
-        for info in told.added:
-            try:
-                self.drafting.tell(RequestChanges(added=(info,)))
+                self.drafting.tell(one)
             except SpeculatorError as error:
-                self._finish(self.scheduler.running[info.slot], "error", str(error))
+                if one.arrived:
+                    self._finish(self.scheduler.running[one.arrived[0].slot], "error", str(error))
+                else:  # its request has left: nobody is there to end
+                    logger.error("%s", error, exc_info=error)
+
+    def _leaving(self, sequence: Sequence) -> None:
+        """Keep what a sequence needs when it loses its slot."""
+        self.sync(sequence)
+        self.editing.clear(sequence.slot)
+        if sequence.finish_reason is None:  # set aside: everything of it was counted
+            counted = self.counter.take(sequence.slot)
+            sequence.metrics.speculative_decoding.add(counted)
+
+    def sync(self, sequence: Sequence) -> None:
+        """Bring a sequence's tokens and times up to date with its slot."""
+        slot = sequence.slot
+        if slot < 0:
+            return
+        known = len(sequence.prompt) + len(sequence.emitted)
+        sequence.emitted += self.slots.history[slot, known : self.slots.length[slot]].tolist()
+        sequence.metrics.first_token_time = float(self.slots.first_time[slot]) or None
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        if sequence.slot >= 0:
-            self._count(sequence)
-        self.scheduler.retire(sequence)
+        slot = sequence.slot
         sequence.finish_reason = reason
         sequence.error = error
+        self.scheduler.retire(sequence)
         sequence.metrics.finished_time = time.perf_counter()
-        sequence.news.append(sequence)
+        self._ended.append((sequence, slot))
+        self._unreported.append(EndedRequest(slot, sequence.name, reason))
 
-    def _count(self, sequence: Sequence) -> None:
-        """Move the slot's counters to the sequence."""
-        slots, slot = self.slots, sequence.slot
-        skips = slots.plain_steps[slot]
-        counted = SpeculationMetrics(
-            num_drafts=int(slots.spec_steps[slot]),
-            num_draft_tokens=int(slots.drafted[slot].sum()),
-            num_accepted_tokens=int(slots.accepted[slot].sum()),
-            num_plain_steps=int(skips.sum()),
-            drafted_per_pos=slots.drafted[slot].tolist(),
-            accepted_per_pos=slots.accepted[slot].tolist(),
-            skipped={SKIPS[i]: int(n) for i, n in enumerate(skips) if n} if self.drafting else {},
-        )
-        sequence.metrics.speculative_decoding.add(counted)
-        self.totals.add(counted)
+    def _deliver(self) -> None:
+        """Hand over the sequences that ended, once all of their last step is counted."""
+        for sequence, slot in self._ended:
+            if slot >= 0:
+                sequence.metrics.speculative_decoding.add(self.counter.take(slot))
+            sequence.news[sequence] = None
+        self._ended.clear()
 
     # -- commit ------------------------------------------------------------
 
-    def _record(self, batch: Batch, done: Commit, failed: Failures) -> None:
-        """Hand the committed tokens to their sequences and end those that are done."""
-        now = time.perf_counter()
-        drafted = done.drafted
-        if self.drafting is not None:
-            decoding = ~batch.schedule.is_prefill
-            self.drafting.policy.observe(
-                batch.schedule.slots[decoding], drafted[decoding], done.accepted[decoding]
-            )
-        tokens = done.tokens
-        for request, slot in enumerate(batch.schedule.slots.tolist()):
-            sequence = self.scheduler.running[slot]
-            if request in failed:
-                self._finish(sequence, "error", failed[request])
-                continue
-            count = int(done.kept[request])
-            if not count:
-                continue
-            sequence.emitted.extend(tokens[request, :count].tolist())
-            metrics = sequence.metrics
-            metrics.first_token_time = metrics.first_token_time or now
-            if done.stopped[request]:
-                last = sequence.emitted[-1]
-                sequence.stop_reason = last if last in sequence.own_stop_ids else None
-                self._finish(sequence, "stop")
-            elif done.full[request]:
-                self._finish(sequence, "length")
-            else:
-                sequence.news.append(sequence)
+    def _cut_at_stop_strings(self, block: Block, failed: Failures) -> dict[int, str]:
+        """Feed the texts that look for stop strings; which string ended which request.
 
-    def _wanted(self, which: Ints, done: Commit) -> Ints:
-        """Drafts that each request of the step is given next, [batch]; 0 for those that ended."""
-        if self.drafting is None:
-            return np.zeros(len(which), dtype=np.int64)
-        going = done.samples & ~done.stopped & ~done.full
-        going &= np.fromiter((s in self.scheduler.running for s in which.tolist()), bool)
-        return self.drafting.wanted(which, going)
+        A request whose text cannot be made is added to `failed`.
+        """
+        which = block.schedule.slots
+        found = {}
+        for request in np.flatnonzero(self.slots.has_stop_strings[which] & (block.kept > 0)):
+            if request in failed:
+                continue
+            kept = int(block.kept[request])
+            reason: FinishReason | None = None
+            if block.stopped[request]:
+                reason = "stop"
+            elif block.full[request]:
+                reason = "length"
+            text = self.scheduler.running[int(which[request])].text
+            try:
+                match = text.append(block.tokens[request, :kept].tolist(), reason)
+            except Exception as error:  # whatever a tokenizer raises
+                failed[int(request)] = blame("the tokenizer", error, "decode")
+                block.end(int(request), 0)
+                continue
+            if match is not None:
+                block.end(int(request), match.kept)
+                found[int(request)] = match.stop
+        return found
+
+    def _record(
+        self, block: Block, verdict: Verdict, failed: Failures, strings: dict[int, str]
+    ) -> None:
+        """Note what was committed, and end the requests that are done."""
+        which, kept = block.schedule.slots, block.kept
+        if self.drafting is not None:
+            decoding = ~block.schedule.is_prefill
+            self.drafting.policy.observe(
+                which[decoding], block.drafted[decoding], block.accepted[decoding]
+            )
+        first = which[(kept > 0) & (self.slots.first_time[which] == 0)]
+        self.slots.first_time[first] = time.perf_counter()
+        self.logprobs.record(block, verdict)
+        for request, reason in failed.items():
+            self._finish(self.scheduler.running[int(which[request])], "error", reason)
+        for request, string in strings.items():
+            sequence = self.scheduler.running[int(which[request])]
+            sequence.stop_reason = string
+            self._finish(sequence, "stop")
+        for request in np.flatnonzero(block.stopped | block.full).tolist():
+            maybe = self.scheduler.running.get(int(which[request]))
+            if maybe is None:  # it failed
+                continue
+            if block.stopped[request]:
+                last = int(block.tokens[request, kept[request] - 1])
+                maybe.stop_reason = last if last in maybe.own_stop_ids else None
+            self._finish(maybe, "stop" if block.stopped[request] else "length")
+        moved = self.slots.watched[which] & (kept > 0) & self.slots.running[which]
+        for slot in which[moved].tolist():
+            sequence = self.scheduler.running[slot]
+            sequence.news[sequence] = None
 
     def _committed(self, batch: Batch, done: Commit, k: Ints) -> Step:
         """The step with its commit fields."""
@@ -244,3 +328,39 @@ class Engine:
             sequence = self.scheduler.running.get(int(which[request]))
             if sequence is not None:
                 self._finish(sequence, "error", reason)
+
+    # -- observers ---------------------------------------------------------
+
+    def _observe(
+        self,
+        step: Step,
+        verdict: Verdict,
+        block: Block,
+        changes: RequestChanges | None,
+        skipped: Ints,
+        started: float,
+    ) -> None:
+        schedule, scheduler = block.schedule, self.scheduler
+        drafted = block.drafted
+        plain = block.is_decode & (drafted == 0) & (self.drafting is not None)
+        report = StepReport(
+            slots=schedule.slots,
+            is_decode=block.is_decode,
+            drafted=drafted,
+            accepted=block.accepted,
+            emitted=block.count,
+            kept=block.kept,
+            skipped=np.where(plain, skipped, -1),
+            changes=changes,
+            ended=tuple(self._unreported),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preempted=scheduler.num_preemptions,
+            free_blocks=scheduler.pool.free,
+            num_blocks=scheduler.num_blocks,
+            prompt_tokens=int(schedule.rows[schedule.is_prefill].sum()),
+            seconds=time.perf_counter() - started,
+        )
+        self._unreported.clear()
+        for observer, error in self.session.step_finished(*on_host(step, verdict), report):
+            logger.error("the observer %r raised and was taken off", observer, exc_info=error)

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specdec.errors import OutOfMemoryError
+from specdec.errors import ConfigError, OutOfMemoryError
 from specdec.runner.kv_cache import KVSpec, PagedKVCache
 from specdec.runner.target import TargetModel
 from specdec.types import KVLayer
@@ -35,15 +35,18 @@ def allocate(
     *,
     workspace: int,
     budget: int | None,
+    utilization: float | None,
     sequences: int,
     max_blocks: int,
 ) -> Pages:
     """Allocate pages for so many sequences of `max_blocks` pages, or as many as fit the budget.
 
     layers: of the drafter. workspace: bytes that it takes besides, out of the same budget.
-    budget: bytes; by default a share of the free memory.
+    budget: bytes; by default a share of the free memory. utilization: instead, on CUDA, the share
+    of the device's memory that is in use afterwards.
 
     Raises:
+        ConfigError: a utilization on another device, or beside a budget.
         OutOfMemoryError: the budget does not hold a page.
     """
     specs = [(KVSpec(i.heads, i.k_dim, i.v_dim, i.window), i.dtype or target.dtype) for i in layers]
@@ -51,7 +54,9 @@ def allocate(
     for spec, dtype in specs:
         per_block += PagedKVCache.bytes_per_block([spec], BLOCK_SIZE, dtype)
     most = 1 + sequences * max_blocks  # block 0 belongs to nobody
-    if budget is None:
+    if utilization is not None:
+        budget = _share_of_device(utilization, budget, target.device)
+    elif budget is None:
         budget = int(MEMORY_SHARE * _free_memory(target.device))
         if target.device.type == "cpu":
             budget = min(budget, CPU_MEMORY)
@@ -60,7 +65,7 @@ def allocate(
         raise OutOfMemoryError(
             f"the key-value cache needs {2 * per_block + workspace} bytes at least "
             f"({workspace} of them for the speculator), but {budget} are given to it; raise "
-            "kv_cache_memory"
+            f"{'kv_cache_memory' if utilization is None else 'gpu_memory_utilization'}"
         )
     target.allocate(num_blocks, BLOCK_SIZE)
     drafter = []
@@ -72,6 +77,21 @@ def allocate(
         target=tuple((target.cache.k(i), target.cache.v(i)) for i in range(target.num_layers)),
         drafter=tuple(drafter),
     )
+
+
+def _share_of_device(utilization: float, budget: int | None, device: torch.device) -> int:
+    """Bytes that are left of a share of a CUDA device's memory."""
+    if budget is not None:
+        raise ConfigError(
+            "kv_cache_memory and gpu_memory_utilization both size the key-value cache; give one"
+        )
+    if device.type != "cuda":
+        raise ConfigError(
+            f"gpu_memory_utilization={utilization} is for a CUDA device, and the model is on "
+            f"{device}; kv_cache_memory says how many bytes the cache gets"
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    return int(utilization * total) - (total - free)
 
 
 def check_history(sequences: int, max_model_len: int) -> None:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 
 from specdec.outputs import FinishReason, RequestMetrics
 from specdec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specdec.logprobs import LogprobLog, PromptLogprobLog
+    from specdec.output_text import OutputText
 
 
 @attrs.define(eq=False, kw_only=True)
 class Sequence:
     """One completion of one prompt: what the host keeps beside the slot arrays.
 
-    emitted: tokens after the prompt. stop_ids: every token that ends it; own_stop_ids: those
-    of them that the request named itself. news: where the engine puts it whenever it emitted
-    something or ended; its owner empties the list.
+    While it has a slot its tokens are in the slot arrays; `emitted` is brought up to date when
+    somebody looks at it, and when it leaves the slot.
+
+    stop_ids: every token that ends it; own_stop_ids: those of them that the request named itself.
+    bad_words: token sequences that it may not emit. priority: lower goes first; then the earlier
+    `arrival`. text: its text, which also knows its stop strings. num_taken: tokens that were
+    handed out as deltas. news: where the engine puts it, once, whenever it emitted something (if
+    `watched`) or ended; its owner empties it.
     """
 
     request_id: str
@@ -26,15 +37,45 @@ class Sequence:
     own_stop_ids: frozenset[int]
     max_length: int
     metrics: RequestMetrics
-    news: list[Sequence] = attrs.field(factory=list)
+    text: OutputText
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: LogprobLog | None = None
+    prompt_logprobs: PromptLogprobLog | None = None
+    priority: int = 0
+    arrival: int = 0
+    watched: bool = False
+    news: dict[Sequence, None] = attrs.field(factory=dict)
     emitted: list[int] = attrs.field(factory=list)
     slot: int = -1
     blocks: list[int] = attrs.field(factory=list)
+    num_taken: int = 0
+    num_preemptions: int = 0
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
+    _shown: int = 0  # tokens that its text was fed with; stop strings are fed by the engine
 
     @property
     def name(self) -> str:
         """Its name in messages and for speculators: the request, and the completion's index."""
         return self.request_id if self.params.n == 1 else f"{self.request_id}/{self.index}"
+
+    @property
+    def known(self) -> list[int]:
+        """Its prompt, and what it emitted before it lost its slot."""
+        return self.prompt + self.emitted
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in every queue."""
+        return self.priority, self.arrival
+
+    def show(self) -> None:
+        """Bring its text up to date with the tokens that it has."""
+        if not self.params.stop:
+            new = self.emitted[self._shown :]
+            self._shown += len(new)
+            if new:
+                self.text.append(new, self.finish_reason)
+        if self.finish_reason is not None:
+            self.text.end()

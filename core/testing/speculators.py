@@ -306,7 +306,9 @@ class RecordingSpeculator(Speculator):
     def requests_changed(self, changes: RequestChanges) -> None:
         """Write down who came and went."""
         self.changes += [("finished", s) for s in changes.finished]
+        self.changes += [("preempted", s) for s in changes.preempted]
         self.changes += [("added", r.slot) for r in changes.added]
+        self.changes += [("resumed", r.slot) for r in changes.resumed]
         for request in changes.arrived:
             self.features[request.slot] = {}
             self.pairs[request.slot] = {}

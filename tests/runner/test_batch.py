@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -14,6 +15,7 @@ from specdec import LLM, Capabilities, Draft, SamplingParams, Speculator, Step, 
 from specdec.runner.batch import build, padded_batch
 from specdec.runner.isolation import only, only_outputs
 from specdec.runner.scheduler import Schedule
+from specdec.runner.sequence import Sequence
 from specdec.runner.state import Slots
 from specdec.testing import (
     BigramSpeculator,
@@ -28,23 +30,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def slots() -> Slots:
+def slots(new_sequence: Callable[..., Sequence]) -> Slots:
     """Slot 0 decodes with two drafts, 2 decodes plainly, 1 and 3 are in their prompts."""
     slots = Slots(5, 32, 4, 3, CPU)
     for slot, (length, done) in enumerate([(6, 5), (9, 4), (3, 2), (2, 0)]):
-        slots.place(
-            slot,
-            [10 * (slot + 1) + i for i in range(length)],
-            prompt_length=length,
-            max_length=20,
-            stream=slot,
-            temperature=0.0,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            stop_ids=(),
-            blocks=[slot + 1],
-        )
+        tokens = [10 * (slot + 1) + i for i in range(length)]
+        slots.place(slot, new_sequence(tokens, max_length=20, stream=slot, blocks=[slot + 1]))
         slots.computed[slot] = done
     slots.drafts[0] = [77, 78, 79]
     slots.num_drafts[0] = 2
@@ -62,7 +53,13 @@ def schedule() -> Schedule:
         rows=np.array([3, 1, 4, 2]),
         is_prefill=flags(False, False, True, True),
         samples=flags(True, True, False, True),
+        is_chunk=flags(False, False, True, False),
     )
+
+
+def part(schedule: Schedule, requests: int) -> Schedule:
+    """The first requests of a schedule."""
+    return Schedule(*(getattr(schedule, f.name)[:requests] for f in attrs.fields(Schedule)))
 
 
 @pytest.mark.parametrize(("requests", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16)])
@@ -84,21 +81,33 @@ def test_rows_lie_one_request_after_the_other(slots: Slots, schedule: Schedule) 
     assert batch.drafts.tolist() == [[77, 78], [-1] * 2, [-1] * 2, [-1] * 2]
     assert batch.rows.context == [8, 3, 8, 2]
     assert batch.rows.block_tables[:, 0].tolist() == [1, 3, 2, 4]
+    # how the target computes them, which is not always as a prompt
+    assert batch.rows.is_prefill == [False, False, True, False]
+    assert step.is_prefill.tolist() == [False, False, True, True]
+
+
+def test_rows_that_are_only_read_come_after_those_that_are_sampled_from(
+    slots: Slots, schedule: Schedule
+) -> None:
+    also = np.array([2, 2, 3]), np.array([0, 3, 0])
+    plain = build(schedule, slots, pad_rows=1, device=CPU).step
+    step = build(schedule, slots, pad_rows=1, device=CPU, also_read=also).step
+    assert step.logits_rows.tolist() == [*plain.logits_rows.tolist(), 4, 7, 8]
+    assert step.predicted.tolist() == [*plain.predicted.tolist(), 5, 8, 1]
+    assert step.logits_start.tolist() == plain.logits_start.tolist()
+    padded = build(schedule, slots, pad_rows=3, device=CPU, also_read=also).step
+    assert padded.logits_rows.tolist() == [*step.logits_rows.tolist(), 0]
 
 
 def test_padding_owns_no_rows(slots: Slots, schedule: Schedule) -> None:
-    three = Schedule(
-        *(getattr(schedule, n)[:3] for n in ("slots", "rows", "is_prefill", "samples"))
-    )
-    step = build(three, slots, pad_rows=8, device=CPU).step
+    step = build(part(schedule, 3), slots, pad_rows=8, device=CPU).step
     assert step.batch == 4
     assert step.slots.tolist() == [0, 2, 1, -1]
     assert step.query_start.tolist() == [0, 3, 4, 8, 8]
     assert step.logits_start.tolist() == [0, 3, 4, 4, 4]
     assert step.samples.tolist() == [True, True, False, False]
     assert len(step.tokens) == 8
-    one = Schedule(*(getattr(schedule, n)[:1] for n in ("slots", "rows", "is_prefill", "samples")))
-    step = build(one, slots, pad_rows=8, device=CPU).step
+    step = build(part(schedule, 1), slots, pad_rows=8, device=CPU).step
     assert (step.batch, len(step.tokens), step.query_start.tolist()) == (1, 8, [0, 3])
     assert step.tokens.tolist()[3:] == [0] * 5
 
@@ -169,6 +178,7 @@ class CheckingSpeculator(Speculator):
     def __init__(self) -> None:
         self.kinds: set[str] = set()
         self.cached: dict[int, int] = {}
+        self.known: dict[int, int] = {}  # tokens that a request came with
 
     def capabilities(self) -> Capabilities:
         return Capabilities(host_tokens=True)
@@ -177,11 +187,15 @@ class CheckingSpeculator(Speculator):
         self.max_rows = pools.max_rows
 
     def requests_changed(self, changes: RequestChanges) -> None:
-        for slot in changes.finished:
+        for slot in changes.left:
             del self.cached[slot]
-        for request in changes.added:
+        for request in changes.arrived:
             assert request.slot not in self.cached
             self.cached[request.slot] = 0
+            self.known[request.slot] = len(request.tokens)
+            assert len(request.tokens) >= request.prompt_length
+        self.kinds |= {"set aside"} if changes.preempted else set()
+        self.kinds |= {"resumed"} if changes.resumed else set()
 
     @hookimpl
     def propose(self, step: Step, k: int) -> Draft:
@@ -223,7 +237,9 @@ class CheckingSpeculator(Speculator):
                 assert end - read == int(samples)
                 if not samples:
                     assert wanted == 0
-                    assert length == int(state.prompt_length[slot])
+                    assert length == self.known[slot]
+                again = position >= int(state.prompt_length[slot])
+                self.kinds |= {"computed again"} if again else set()
                 self.kinds.add("last chunk" if samples else "chunk")
             else:
                 assert samples
@@ -240,12 +256,13 @@ class CheckingSpeculator(Speculator):
         return Draft(tokens=tokens)
 
 
+def mixed(n: int, **values: Any) -> SamplingParams:
+    return SamplingParams(temperature=n % 2, seed=n, **values)
+
+
 def test_every_step_that_is_shown_keeps_the_promises_of_its_fields() -> None:
     prompts = [[1], [2] * 3, list(range(20)), [5] * 9, [7, 8], [9] * 12]
-    params = [
-        SamplingParams(temperature=n % 2, seed=n, max_tokens=5 + 2 * n, stop_token_ids=[3 + n])
-        for n in range(6)
-    ]
+    params = [mixed(n, max_tokens=5 + 2 * n, stop_token_ids=[3 + n]) for n in range(6)]
     model = tiny_target(eos_token_id=0)
     config = {"method": CheckingSpeculator, "num_speculative_tokens": 3}
     with LLM(model, speculative_config=config, max_num_seqs=3, max_num_batched_tokens=6) as llm:
@@ -256,6 +273,27 @@ def test_every_step_that_is_shown_keeps_the_promises_of_its_fields() -> None:
     assert speculator.kinds == {
         "padding", "chunk", "last chunk", "verified", "plain", "wants none",
     }  # fmt: skip
+
+
+def test_the_promises_hold_for_requests_that_are_set_aside_and_come_back(
+    small_pages: Callable[[Any, int], int],
+) -> None:
+    prompts = [[1], [2] * 3, list(range(20)), [5] * 9, [7, 8], [9] * 12]
+    params = [mixed(n, max_tokens=20) for n in range(6)]
+    model = tiny_target(max_model_len=64)
+    config = {"method": CheckingSpeculator, "num_speculative_tokens": 3}
+    with LLM(
+        model,
+        speculative_config=config,
+        max_num_batched_tokens=10,
+        kv_cache_memory=small_pages(model, 18),
+    ) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        speculator = llm.speculator
+    assert [o.error for o in outputs] == [None] * 6
+    assert isinstance(speculator, CheckingSpeculator)
+    assert {"set aside", "resumed", "computed again", "verified"} <= speculator.kinds
+    assert [[o.outputs[0].token_ids] for o in outputs] == emitted(model, prompts, params)
 
 
 def counting(vocab: int = 16) -> PreTrainedModel:

@@ -1,14 +1,22 @@
-"""Speculators that misbehave, steps that break off: who pays, and what is left afterwards."""
+"""The loop: who pays for what goes wrong, what preemption changes, and what a step reports.
+
+Takes ten seconds: every kind of request is run with every kind of drafts.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import attrs
+import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from specdec import (
     LLM,
@@ -23,22 +31,33 @@ from specdec import (
     Verdict,
     hookimpl,
 )
+from specdec.logits_processors import LogitsRows
+from specdec.metrics import SpeculationMetrics
 from specdec.runner.isolation import join
 from specdec.runner.state import Slots
 from specdec.testing import (
     BigramSpeculator,
     ConstantSpeculator,
+    OracleSpeculator,
     RaisingSpeculator,
+    RecordingSpeculator,
     WrongSpeculator,
     tiny_target,
     toy_target,
 )
-from specdec.types import KVLayer, RequestChanges, VerificationRule
+from specdec.types import (
+    SKIP_REASONS,
+    EndedRequest,
+    KVLayer,
+    RequestChanges,
+    StepReport,
+    VerificationRule,
+)
 from specdec_kernels import DenseQ, SparseQ
 
 
-def greedy(most: int = 8) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=most)
+def greedy(most: int = 8, **values: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=most, **values)
 
 
 def counting(vocab: int = 32) -> PreTrainedModel:
@@ -267,9 +286,10 @@ def test_a_rule_that_breaks_ends_only_the_request_it_broke_for(
         "rejection_sample_method": "own",
         "num_speculative_tokens": 2,
     }
-    with LLM(counting(), speculative_config=config, max_num_batched_tokens=3) as llm:
+    # room for every draft beside the half of a step that a prompt may claim
+    with LLM(counting(), speculative_config=config, max_num_batched_tokens=18) as llm:
         # the last prompt is still in its chunks when the rule breaks
-        outputs = generate(llm, [[10], [3], [15, 16], [20] * 8 + [10]])
+        outputs = generate(llm, [[10], [3], [15, 16], [20] * 30 + [10]])
         assert_idle(llm)
     ends = [o.outputs[0].finish_reason for o in outputs]
     assert ends == ["length", "length" if how == "fine" else "error", "length", "length"]
@@ -406,7 +426,7 @@ def test_a_rule_is_not_asked_about_requests_without_drafts() -> None:
             return Verdict(tokens=tokens, count=drawing.long(), rows=rows)
 
     config = {"method": Poisoned, "rejection_sample_method": "mine", "num_speculative_tokens": 2}
-    with LLM(counting(), speculative_config=config, max_num_batched_tokens=4) as llm:
+    with LLM(counting(), speculative_config=config, max_num_batched_tokens=12) as llm:
         outputs = llm.generate([[1], [2], list(range(20))], greedy(6), use_tqdm=False)
     assert ["slot 0 is poison" in str(o.error) for o in outputs] == [True, False, False]
     assert [o.outputs[0].token_ids for o in outputs[1:]] == [count(3, 6), count(20, 6)]
@@ -576,7 +596,10 @@ def test_an_interrupt_in_a_step_ends_its_requests_and_leaves_the_llm_usable(
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("where", ["target.forward", "_committed", "_record", "scheduler.schedule"])
+@pytest.mark.parametrize(
+    "where",
+    ["target.forward", "_committed", "_record", "_observe", "scheduler.admit", "scheduler.choose"],
+)
 def test_an_error_of_our_own_ends_every_running_request(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -696,3 +719,608 @@ def test_the_tiny_target_is_not_changed_by_a_run() -> None:
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+# -- set aside and resumed ---------------------------------------------------
+
+Pages = Callable[[Any, int], int]
+
+
+@attrs.frozen(eq=False)
+class Worded:
+    """A model whose tokens are words, with the outputs of single requests to compare with."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    alone: dict[str, RequestOutput] = attrs.field(factory=dict)
+
+    def run(
+        self, prompts: list[list[int]], params: list[SamplingParams], **llm: Any
+    ) -> list[RequestOutput]:
+        with LLM(self.model, tokenizer=self.tokenizer, **llm) as engine:
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            scheduler = engine._loaded.engine.scheduler
+            assert scheduler.pool.free == scheduler.num_blocks
+            assert not scheduler.running
+        return outputs
+
+    def by_itself(self, kind: str) -> RequestOutput:
+        """The output of a kind of request that has the engine to itself, and memory enough."""
+        if kind not in self.alone:
+            (self.alone[kind],) = self.run([PROMPTS[kind]], [params_of(kind)], max_logprobs=-1)
+        return self.alone[kind]
+
+
+@pytest.fixture(scope="module")
+def worded(model_folder: Path) -> Worded:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = tiny_target(vocab=len(tokenizer), max_model_len=64, eos_token_id=1, seed=3)
+    return Worded(model, tokenizer)
+
+
+def no_word_three_times(rows: LogitsRows, logits: torch.Tensor) -> torch.Tensor:
+    for i in range(len(rows)):
+        times = np.bincount(rows.output_token_ids(i), minlength=logits.shape[1])
+        logits[i, torch.from_numpy(times >= 2)] = -torch.inf
+    return logits
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "top_k": 8, "seed": 5},
+    "penalised": {
+        "temperature": 0.7, "seed": 6, "repetition_penalty": 1.4, "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+    },
+    "bad words": {"temperature": 0, "bad_words": ["cat", "the mat", "it .", "dog ran"]},
+    "biased": {"temperature": 1.0, "seed": 7, "logit_bias": {4: 2.0, 9: -5.0}},
+    "allowed": {"temperature": 1.0, "seed": 8, "allowed_token_ids": [4, 5, 6, 7, 8]},
+    "least length": {
+        "temperature": 1.0, "seed": 9, "min_tokens": 20, "stop_token_ids": list(range(2, 12)),
+        "ignore_eos": False,
+    },
+    "processed": {"temperature": 0.8, "seed": 10, "logits_processors": [no_word_three_times]},
+    "logprobs": {"temperature": 0.8, "seed": 11, "logprobs": 3, "prompt_logprobs": 2},
+    "all logprobs": {"temperature": 0, "logprobs": -1, "prompt_logprobs": 0},
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "one": {"seed": 3},
+    "two": {"seed": 4},
+    "plain words": {"seed": 12, "allowed_token_ids": list(range(4, 17))},
+}
+PROMPTS = {kind: [4 + n, 5, 6, 3 + n][: 3 + n % 2] for n, kind in enumerate([*KINDS, *OTHERS])}
+TOKENS = 24
+
+
+def params_of(kind: str, **more: Any) -> SamplingParams:
+    values = {**KINDS, **OTHERS}[kind]
+    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, **values, **more})
+
+
+def with_drafts(name: str, worded: Worded, kinds: list[str]) -> dict[str, Any] | None:
+    """The configuration of a speculator; one that knows what each kind of request emits."""
+    if name == "none":
+        return None
+    config: dict[str, Any] = {"num_speculative_tokens": 3}
+    if name == "bigram":
+        vocab = worded.model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        return {
+            **config, "method": BigramSpeculator,
+            "table": torch.randn(vocab, vocab, generator=generator),
+        }  # fmt: skip
+    streams = {tuple(PROMPTS[k]): worded.by_itself(k).outputs[0].token_ids for k in kinds}
+    method = {"right": OracleSpeculator, "wrong": WrongSpeculator}[name]
+    return {**config, "method": method, "streams": streams}
+
+
+class Keeping:
+    """Keeps every report, and what was told of slots, by the names of requests."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+        self.names: list[dict[int, str]] = []  # who had which slot in each step
+        self.resumed: dict[str, list[int]] = {}  # tokens that each had when it was resumed
+
+    @hookimpl
+    def step_finished(self, report: StepReport) -> None:
+        self.reports.append(report)
+        names = dict(self.names[-1]) if self.names else {}
+        if report.changes is not None:
+            for slot in report.changes.left:
+                del names[slot]
+            for info in report.changes.arrived:
+                assert info.slot not in names
+                names[info.slot] = info.request_id
+            for info in report.changes.resumed:
+                emitted = len(info.tokens) - info.prompt_length
+                self.resumed.setdefault(info.request_id, []).append(emitted)
+        self.names.append(names)
+
+
+def assert_same(actual: RequestOutput, expected: RequestOutput) -> None:
+    """Everything that a user can see of a completion is the same."""
+    (one,), (other,) = actual.outputs, expected.outputs
+    for name in ("token_ids", "text", "finish_reason", "stop_reason"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert actual.error is expected.error is None
+    assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-5)
+    for mine, theirs in (
+        (one.logprobs, other.logprobs),
+        (actual.prompt_logprobs, expected.prompt_logprobs),
+    ):
+        assert (mine is None) == (theirs is None)
+        for a, b in zip(mine or [], theirs or [], strict=True):
+            assert (a is None) == (b is None)
+            for (i, x), (j, y) in zip((a or {}).items(), (b or {}).items(), strict=True):
+                assert (i, x.rank, x.decoded_token) == (j, y.rank, y.decoded_token)
+                assert x.logprob == pytest.approx(y.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("drafts", ["none", "right", "wrong", "bigram"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_request_that_was_set_aside_emits_what_it_emits_alone(
+    kind: str, drafts: str, worded: Worded, small_pages: Pages
+) -> None:
+    kinds, watching = ["one", "two", kind], Keeping()
+    outputs = worded.run(
+        [PROMPTS[k] for k in kinds],
+        [params_of(k) for k in kinds],
+        speculative_config=with_drafts(drafts, worded, kinds),
+        kv_cache_memory=small_pages(worded.model, 14),
+        max_num_batched_tokens=24,
+        max_logprobs=-1,
+        observers=[watching],
+    )
+    assert outputs[2].metrics.num_preemptions >= 1
+    # in the middle of it, so that emitted tokens had to be computed again
+    assert max(watching.resumed["2"]) >= 8
+    for output, one in zip(outputs, kinds, strict=True):
+        assert_same(output, worded.by_itself(one))
+
+
+@pytest.mark.parametrize("drafts", ["none", "right", "wrong"])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_is_found_across_a_preemption(
+    drafts: str, include: bool, worded: Worded, small_pages: Pages
+) -> None:
+    whole = worded.by_itself("plain words").outputs[0]
+    words = whole.text.split()
+    # the first pair of words that comes up late, and not before
+    pairs = [" ".join(pair) for pair in itertools.pairwise(words)]
+    number = next(n for n in range(16, 22) if pairs.index(pairs[n]) == n)
+    params = params_of(
+        "plain words", stop=["never", pairs[number]], include_stop_str_in_output=include
+    )
+    kinds, watching = ["one", "two", "plain words"], Keeping()
+    *_, output = worded.run(
+        [PROMPTS[k] for k in kinds],
+        [params_of("one"), params_of("two"), params],
+        speculative_config=with_drafts(drafts, worded, kinds),
+        kv_cache_memory=small_pages(worded.model, 13),
+        observers=[watching],
+    )
+    assert max(watching.resumed["2"]) >= 8
+    (found,) = output.outputs
+    assert (found.finish_reason, found.stop_reason) == ("stop", pairs[number])
+    assert found.token_ids == whole.token_ids[: number + 2]
+    before = whole.text[: whole.text.index(pairs[number])]
+    assert found.text == before + (pairs[number] if include else "")
+
+
+def test_what_a_request_is_set_aside_for_does_not_change_its_stream(
+    worded: Worded, small_pages: Pages
+) -> None:
+    kinds = ["one", "two", "seeded"]
+    with LLM(
+        worded.model, tokenizer=worded.tokenizer, kv_cache_memory=small_pages(worded.model, 14)
+    ) as llm:
+        last: dict[str, RequestOutput] = {}
+        texts: dict[str, list[str]] = {}
+        times: dict[str, set[Any]] = {}
+        for output in llm.stream([PROMPTS[k] for k in kinds], [params_of(k) for k in kinds]):
+            last[output.request_id] = output
+            texts.setdefault(output.request_id, []).append(output.outputs[0].text)
+            started = output.metrics.first_scheduled_time, output.metrics.first_token_time
+            times.setdefault(output.request_id, set()).add(started)
+        assert llm._loaded.engine.scheduler.num_preemptions > 0
+    for number, kind in enumerate(kinds):
+        assert_same(last[str(number)], worded.by_itself(kind))
+        # it only ever grew
+        seen = texts[str(number)]
+        assert all(b.startswith(a) for a, b in itertools.pairwise(seen))
+        assert len(seen) == TOKENS
+        # it started once
+        ((scheduled, first),) = times[str(number)]
+        assert scheduled <= first
+
+
+@pytest.mark.parametrize("drafts", ["none", "right", "wrong"])
+def test_the_numbers_of_a_request_that_was_set_aside_add_up(
+    drafts: str, worded: Worded, small_pages: Pages
+) -> None:
+    kinds, watching = ["one", "two", "greedy", "seeded"], Keeping()
+    with LLM(
+        worded.model,
+        tokenizer=worded.tokenizer,
+        speculative_config=with_drafts(drafts, worded, kinds),
+        kv_cache_memory=small_pages(worded.model, 14),
+        max_num_batched_tokens=16,
+        observers=[watching],
+        per_request_spec_decode_metrics="detailed",
+    ) as llm:
+        outputs = llm.generate(
+            [PROMPTS[k] for k in kinds], [params_of(k) for k in kinds], use_tqdm=False
+        )
+        totals = llm.metrics
+    counted: dict[str, Counter[str]] = {str(n): Counter() for n in range(4)}
+    steps: dict[str, list[tuple[int, int]]] = {str(n): [] for n in range(4)}
+    for report, names in zip(watching.reports, watching.names, strict=True):
+        for row, slot in enumerate(report.slots.tolist()):
+            count = counted[names[slot]]
+            drafted, accepted = int(report.drafted[row]), int(report.accepted[row])
+            count["kept"] += int(report.kept[row])
+            if report.is_decode[row]:
+                count["steps" if drafted else "plain"] += 1
+                count["emitted"] += int(report.emitted[row])
+                steps[names[slot]] += [(drafted, accepted)] if drafted else []
+            elif report.emitted[row]:
+                count["prefilled"] += 1
+    for output in outputs:
+        numbers, count = output.metrics.speculative_decoding, counted[output.request_id]
+        numbers.check(emitted=count["emitted"])
+        assert (numbers.num_drafts, numbers.num_plain_steps) == (count["steps"], count["plain"])
+        assert numbers.per_step_drafted == [d for d, _ in steps[output.request_id]]
+        assert numbers.per_step_accepted == [a for _, a in steps[output.request_id]]
+        assert output.metrics.num_generated_tokens == count["kept"] == TOKENS
+        # a prefill gives a token that belongs to no decode step, and so does every resumption
+        # but one that had a single token left to compute
+        assert 1 <= count["prefilled"] <= 1 + output.metrics.num_preemptions
+        assert count["emitted"] + count["prefilled"] >= TOKENS
+        if drafts == "none":
+            assert numbers.skipped == {}
+            assert count["emitted"] + count["prefilled"] == TOKENS
+        else:
+            assert numbers.num_drafts > 0
+        metrics = output.metrics
+        assert metrics.first_scheduled_time is not None
+        assert metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        assert metrics.first_scheduled_time <= metrics.first_token_time < metrics.finished_time
+    assert sum(o.metrics.num_preemptions for o in outputs) >= 2
+    assert watching.reports[-1].num_preempted == sum(o.metrics.num_preemptions for o in outputs)
+    added = SpeculationMetrics()
+    for output in outputs:
+        added.add(output.metrics.speculative_decoding)
+    assert totals.as_dict() == added.as_dict()
+
+
+class TellingSpeculator(RecordingSpeculator):
+    """Also keeps what it was told, and of every stay in a slot what it was shown."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.told: list[RequestChanges] = []
+        self.names: dict[int, str] = {}
+        self.stays: list[tuple[str, dict[int, int], dict[int, torch.Tensor]]] = []
+
+    def requests_changed(self, changes: RequestChanges) -> None:
+        self.told.append(changes)
+        self.close_stays(changes.left)
+        super().requests_changed(changes)
+        for request in changes.arrived:
+            assert request.slot not in self.names
+            self.names[request.slot] = request.request_id
+
+    def close_stays(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.stays.append((self.names.pop(slot), self.pairs[slot], self.features[slot]))
+
+
+def test_a_speculator_is_shown_every_row_of_a_resumed_request_again(
+    worded: Worded, small_pages: Pages
+) -> None:
+    kinds = ["one", "two", "seeded", "greedy"]
+    config = {"method": TellingSpeculator, "layers": [1], "num_speculative_tokens": 2}
+    states = []
+    for memory in (None, small_pages(worded.model, 14)):
+        with LLM(
+            worded.model,
+            tokenizer=worded.tokenizer,
+            speculative_config=config,
+            kv_cache_memory=memory,
+            max_num_batched_tokens=16,
+        ) as llm:
+            outputs = llm.generate(
+                [PROMPTS[k] for k in kinds], [params_of(k) for k in kinds], use_tqdm=False
+            )
+            speculator = llm.speculator
+            assert isinstance(speculator, TellingSpeculator)
+            speculator.close_stays(list(speculator.names))
+            states.append(speculator)
+    roomy, tight = states
+    assert not any(told.preempted or told.resumed for told in roomy.told)
+    preempted = sum(len(told.preempted) for told in tight.told)
+    assert preempted == sum(len(told.resumed) for told in tight.told) >= 2
+    once = {name: features for name, _, features in roomy.stays}
+    whole = {o.request_id: o.prompt_token_ids + o.outputs[0].token_ids for o in outputs}
+    stays: Counter[str] = Counter()
+    for name, pairs, features in tight.stays:
+        stays[name] += 1
+        tokens = whole[name]
+        # from the first row on, without a hole, each with the token that really follows
+        assert pairs == {p: tokens[p + 1] for p in range(len(pairs))}
+        for position, feature in features.items():
+            if position in once[name]:
+                assert torch.allclose(feature, once[name][position], atol=1e-9)
+    assert sum(stays.values()) == 4 + preempted
+    for told in tight.told:
+        for info in told.resumed:
+            number = int(info.request_id)
+            assert info.prompt_length == len(PROMPTS[kinds[number]])
+            assert list(info.tokens) == whole[info.request_id][: len(info.tokens)]
+            assert len(info.tokens) > info.prompt_length
+            assert stays[info.request_id] == 1 + outputs[number].metrics.num_preemptions
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_laws_of_drafts_survive_a_change_of_slots(
+    method: str, worded: Worded, small_pages: Pages
+) -> None:
+    # drafts drawn from the target's own law are all kept, unless another slot's law is read
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    model = toy_target(table, max_model_len=64)
+    config = {
+        "method": BigramSpeculator, "table": table, "rejection_sample_method": method,
+        "num_speculative_tokens": 3,
+    }  # fmt: skip
+    params = [SamplingParams(seed=n, max_tokens=24) for n in range(6)]
+    with LLM(
+        model, speculative_config=config, kv_cache_memory=small_pages(model, 16), max_num_seqs=4
+    ) as llm:
+        outputs = llm.generate([[n % 8] for n in range(6)], params, use_tqdm=False)
+        metrics = llm.metrics
+    assert sum(o.metrics.num_preemptions for o in outputs) > 0
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [24] * 6
+    assert 0 < metrics.num_accepted_tokens == metrics.num_draft_tokens
+
+
+def test_a_higher_priority_sets_aside_and_both_emit_what_they_emit_alone(worded: Worded) -> None:
+    kinds = ["one", "two", "greedy"]
+    with LLM(
+        worded.model, tokenizer=worded.tokenizer, scheduling_policy="priority", max_num_seqs=1
+    ) as llm:
+        ids = {
+            llm.add_request(PROMPTS[k], params_of(k), priority=3 - n): k
+            for n, k in enumerate(kinds[:2])
+        }
+        order = []
+        for _ in range(5):
+            llm.step()
+        ids[llm.add_request(PROMPTS["greedy"], params_of("greedy"), priority=-1)] = "greedy"
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                if output.finished:
+                    order.append(ids[output.request_id])
+                    assert_same(output, worded.by_itself(ids[output.request_id]))
+                    assert output.metrics.num_preemptions == (ids[output.request_id] == "two")
+    assert order == ["greedy", "two", "one"]
+
+
+def test_a_request_aborted_while_it_is_set_aside_keeps_what_it_emitted(
+    worded: Worded, small_pages: Pages
+) -> None:
+    kinds = ["one", "two", "greedy"]
+    with LLM(
+        worded.model, tokenizer=worded.tokenizer, kv_cache_memory=small_pages(worded.model, 14)
+    ) as llm:
+        for kind in kinds:
+            llm.add_request(PROMPTS[kind], params_of(kind), request_id=kind)
+        scheduler = llm._loaded.engine.scheduler
+        while not scheduler.num_preemptions:
+            llm.step()
+        assert [s.request_id for s in scheduler.waiting] == ["greedy"]
+        llm.abort_request("greedy")
+        (aborted,) = [o for o in llm.step() if o.request_id == "greedy"]
+        (completion,) = aborted.outputs
+        assert completion.finish_reason == "abort"
+        whole = worded.by_itself("greedy").outputs[0]
+        number = len(completion.token_ids)
+        assert 8 <= number < TOKENS
+        assert completion.token_ids == whole.token_ids[:number]
+        assert whole.text.startswith(completion.text)
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                if output.finished:
+                    assert_same(output, worded.by_itself(output.request_id))
+        assert scheduler.pool.free == scheduler.num_blocks
+
+
+def test_a_drafters_errors_end_a_resumed_request_alone(worded: Worded, small_pages: Pages) -> None:
+    class Forgetful(ConstantSpeculator):
+        def requests_changed(self, changes: RequestChanges) -> None:
+            if changes.resumed:
+                raise LookupError("never seen before")
+
+    kinds = ["one", "two", "greedy"]
+    outputs = worded.run(
+        [PROMPTS[k] for k in kinds],
+        [params_of(k) for k in kinds],
+        speculative_config={"method": Forgetful},
+        kv_cache_memory=small_pages(worded.model, 14),
+    )
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length", "error"]
+    assert "LookupError in requests_changed: never seen before" in str(outputs[2].error)
+    number = len(outputs[2].outputs[0].token_ids)
+    assert number >= 8
+    assert (
+        outputs[2].outputs[0].token_ids == worded.by_itself("greedy").outputs[0].token_ids[:number]
+    )
+    for output, kind in zip(outputs[:2], kinds, strict=False):
+        assert_same(output, worded.by_itself(kind))
+
+
+@pytest.mark.parametrize(("drafts", "emitted"), [("none", 17), ("right", 12), ("bigram", 17)])
+def test_deterministic_logits_do_not_change_bit_for_bit_if_a_request_is_set_aside(
+    drafts: str, emitted: int, small_pages: Pages
+) -> None:
+    vocab = 61
+    model = tiny_target(max_model_len=128, dtype=torch.float32, hidden_size=64)
+    # more than 16 rows of a prompt are computed as a chunk, and cut at 20 and 40; what was emitted
+    # is not, however much of it there is
+    prompts = [[(7 * n + 3 * i) % vocab for i in range(30 + 9 * n)] for n in range(4)]
+    params = [
+        SamplingParams(temperature=n % 2, seed=n, max_tokens=40, logprobs=0) for n in range(4)
+    ]
+    settings: dict[str, Any] = {"deterministic": True, "max_num_batched_tokens": 40}
+    with LLM(model, **settings) as llm:
+        alone = [
+            llm.generate([p], q, use_tqdm=False)[0] for p, q in zip(prompts, params, strict=True)
+        ]
+    config: dict[str, Any] | None = None
+    if drafts == "right":
+        streams = {tuple(o.prompt_token_ids): o.outputs[0].token_ids for o in alone}
+        config = {"method": OracleSpeculator, "streams": streams}
+    elif drafts == "bigram":
+        config = {"method": BigramSpeculator, "table": torch.eye(vocab)}
+    watching = Keeping()
+    with LLM(
+        model,
+        speculative_config=config,
+        kv_cache_memory=small_pages(model, 48),
+        observers=[watching],
+        **settings,
+    ) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert max(itertools.chain.from_iterable(watching.resumed.values())) >= emitted
+    for output, expected in zip(outputs, alone, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        # equal, not close
+        assert output.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
+        assert output.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+# -- what a step reports -----------------------------------------------------
+
+
+def reported(report: StepReport) -> dict[str, Any]:
+    """The fields that do not depend on a clock or on a page's size."""
+    values = attrs.asdict(report, recurse=False)
+    for name in ("seconds", "changes"):
+        del values[name]
+    arrays = {n: v.tolist() for n, v in values.items() if isinstance(v, np.ndarray)}
+    return {**values, **arrays}
+
+
+def test_a_report_says_what_every_request_of_a_mixed_step_did(small_pages: Pages) -> None:
+    model, watching = counting(vocab=48), Keeping()
+    config = {
+        "method": OracleSpeculator, "streams": {(1,): count(2, 20)}, "num_speculative_tokens": 2,
+    }  # fmt: skip
+    nothing = SKIP_REASONS.index("nothing_proposed")
+    with LLM(
+        model,
+        speculative_config=config,
+        max_num_batched_tokens=16,
+        max_num_seqs=3,
+        kv_cache_memory=small_pages(model, 40),
+        observers=[watching],
+    ) as llm:
+        llm.add_request([1], greedy(20, stop_token_ids=[7]))
+        llm.add_request([20], greedy(9))
+        llm.add_request(count(0, 30), greedy(1))
+        llm.add_request([5], greedy(2))
+        for _ in range(3):
+            llm.step()
+        llm.abort_request("1")
+        assert [o.request_id for o in llm.step()] == ["1"]  # no step was needed
+        llm.step()
+    one, two, three, four = watching.reports
+    assert all(report.seconds > 0 for report in watching.reports)
+    told = one.changes
+    assert told is not None
+    assert [(i.slot, i.request_id) for i in told.added] == [(0, "0"), (1, "1"), (2, "2")]
+    assert reported(one) == {
+        "slots": [0, 1, 2], "is_decode": [False] * 3, "drafted": [0] * 3, "accepted": [0] * 3,
+        "emitted": [1, 1, 0], "kept": [1, 1, 0], "skipped": [-1] * 3, "ended": (),
+        "num_running": 3, "num_waiting": 1, "num_preempted": 0, "prompt_tokens": 16,
+        "free_blocks": 40 - 1 - 1 - 8, "num_blocks": 40,
+    }  # fmt: skip
+    assert two.changes is None
+    assert reported(two) == {
+        # two drafts that stand, a step without any, and the prompt's next chunk
+        "slots": [0, 1, 2], "is_decode": [True, True, False], "drafted": [2, 0, 0],
+        "accepted": [2, 0, 0], "emitted": [3, 1, 0], "kept": [3, 1, 0],
+        "skipped": [-1, nothing, -1], "ended": (), "num_running": 3, "num_waiting": 1,
+        "num_preempted": 0, "prompt_tokens": 12, "free_blocks": 40 - 1 - 1 - 8, "num_blocks": 40,
+    }  # fmt: skip
+    assert three.changes is None
+    assert reported(three) == {
+        # both drafts stand, but 7 stops; the prompt's last chunk gives the only token there is
+        "slots": [0, 1, 2], "is_decode": [True, True, False], "drafted": [2, 0, 0],
+        "accepted": [2, 0, 0], "emitted": [3, 1, 1], "kept": [2, 1, 1],
+        "skipped": [-1, nothing, -1],
+        "ended": (EndedRequest(0, "0", "stop"), EndedRequest(2, "2", "length")),
+        "num_running": 1, "num_waiting": 1, "num_preempted": 0, "prompt_tokens": 4,
+        "free_blocks": 39, "num_blocks": 40,
+    }  # fmt: skip
+    told = four.changes
+    assert told is not None
+    assert set(told.finished) == {0, 1, 2}
+    assert [(i.slot, i.request_id) for i in told.added] == [(0, "3")]
+    assert reported(four) == {
+        "slots": [0], "is_decode": [False], "drafted": [0], "accepted": [0], "emitted": [1],
+        "kept": [1], "skipped": [-1], "ended": (EndedRequest(1, "1", "abort"),),
+        "num_running": 1, "num_waiting": 0, "num_preempted": 0, "prompt_tokens": 1,
+        "free_blocks": 39, "num_blocks": 40,
+    }  # fmt: skip
+
+
+def test_a_report_tells_of_requests_that_were_set_aside(small_pages: Pages) -> None:
+    model, watching = counting(vocab=48), Keeping()
+    with LLM(model, kv_cache_memory=small_pages(model, 7), observers=[watching]) as llm:
+        outputs = llm.generate([[1], [20]], greedy(20), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [count(2, 20), count(21, 20)]
+    told = [(r, r.changes) for r in watching.reports if r.changes is not None]
+    (report,) = [r for r, changes in told if changes.preempted]
+    assert (report.changes.preempted, report.num_preempted) == ((1,), 1)  # type: ignore[union-attr]
+    assert (report.num_running, report.num_waiting, report.slots.tolist()) == (1, 1, [0])
+    assert watching.reports[-1].num_preempted == 1
+    (resumed,) = [changes.resumed for _, changes in told if changes.resumed]
+    (info,) = resumed
+    assert (info.request_id, info.prompt_length) == ("1", 1)
+    assert list(info.tokens) == count(20, len(info.tokens))
+    # what it had emitted is computed again, in one chunk
+    (again,) = [r for r in watching.reports[1:] if r.prompt_tokens]
+    assert again.prompt_tokens == len(info.tokens)
+    assert again.is_decode.tolist() == [False]
+
+
+def test_drafts_that_memory_or_the_step_had_no_room_for_are_told_apart(
+    small_pages: Pages,
+) -> None:
+    model = counting(vocab=48)
+    streams = {(1,): count(2, 20), (21,): count(22, 20)}
+    config = {"method": OracleSpeculator, "streams": streams, "num_speculative_tokens": 4}
+    with LLM(model, speculative_config=config, kv_cache_memory=small_pages(model, 6)) as llm:
+        outputs = llm.generate([[1], [21]], greedy(15), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [count(2, 15), count(22, 15)]
+    assert outputs[1].metrics.speculative_decoding.skipped.get("memory", 0) >= 1
+    with LLM(model, speculative_config=config, max_num_batched_tokens=2) as llm:
+        outputs = llm.generate([[1], count(0, 10)], greedy(15), use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == count(2, 15)
+    assert outputs[0].metrics.speculative_decoding.skipped["batch"] >= 1
+
+
+def test_single_steps_are_kept_if_they_are_asked_for() -> None:
+    streams = {(1,): count(2, 20)}
+    config = {"method": OracleSpeculator, "streams": streams, "num_speculative_tokens": 3}
+    for word, steps in (("detailed", [3, 3, 2]), ("summary", None)):
+        with LLM(
+            counting(), speculative_config=config, per_request_spec_decode_metrics=word
+        ) as llm:
+            (output,) = generate(llm, [[1]], max_tokens=12)
+            assert llm.metrics.per_step_drafted is None
+        numbers = output.metrics.speculative_decoding
+        assert (numbers.per_step_drafted, numbers.per_step_accepted) == (steps, steps)
+        assert numbers.num_drafts == 3

@@ -174,7 +174,12 @@ def test_synthetic_acceptance_meets_its_rates(
         SamplingParams(temperature=temperature, seed=s, max_tokens=80, ignore_eos=True)
         for s in range(250)
     ]
-    with LLM(toy_target(torch.zeros(8, 8)), speculative_config=config, max_num_seqs=250) as llm:
+    with LLM(
+        toy_target(torch.zeros(8, 8)),
+        speculative_config=config,
+        max_num_seqs=250,
+        max_num_batched_tokens=1000,
+    ) as llm:
         llm.generate([[1]] * 250, params, use_tqdm=False)
         metrics = llm.metrics
         assert not llm.lossless

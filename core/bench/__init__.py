@@ -1,0 +1,1 @@
+"""Measure speculation: a file of prompts, configurations that take turns, a report."""

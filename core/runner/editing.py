@@ -1,0 +1,142 @@
+"""Edits of logits in a step: sampling parameters and logits processors, at every draft row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.errors import ProcessorError
+from specdec.logits_processors import LogitsRows, run_processors
+from specdec.runner.batch import Batch
+from specdec.runner.commit import Block
+from specdec.runner.edit_arrays import EditArrays
+from specdec.runner.isolation import Failures
+from specdec.runner.sequence import Sequence
+from specdec.runner.state import Slots
+from specdec.types import Verdict
+from specdec_kernels import edit_logits, empty_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@attrs.frozen(eq=False)
+class Edited:
+    """The logits of a step after all edits.
+
+    failed: requests whose processors failed; their rows are as they were before these.
+    asking: requests of the step that asked for edits, [n]; empty if none did.
+    """
+
+    logits: Tensor
+    failed: Failures
+    asking: NDArray[np.int64]
+
+
+class Editing:
+    """Keeps what every slot wants edited, and does it.
+
+    vocab_size: of the target.
+    """
+
+    def __init__(self, slots: Slots, vocab_size: int, device: torch.device) -> None:
+        self.slots = slots
+        self.arrays = EditArrays(slots.max_num_seqs + 1, vocab_size, device)
+        self._processed: dict[int, Sequence] = {}  # by slot, those with logits processors
+
+    def place(self, sequence: Sequence) -> None:
+        """Note what the request in a slot wants."""
+        slot = sequence.slot
+        self.arrays.place(
+            slot,
+            sequence.params,
+            prompt_length=len(sequence.prompt),
+            stop_ids=sequence.stop_ids,
+            bad_words=sequence.bad_words,
+        )
+        if sequence.params.logits_processors:
+            self._processed[slot] = sequence
+
+    def clear(self, slot: int) -> None:
+        """Forget what the slot wanted."""
+        self.arrays.clear(slot)
+        self._processed.pop(slot, None)
+
+    def apply(self, batch: Batch, logits: Tensor) -> Edited:
+        """Edit the logits of a step; they may be overwritten.
+
+        Rows of requests that ask for nothing keep their bits.
+        """
+        if not self.arrays.active:
+            return Edited(logits, {}, np.empty(0, np.int64))
+        which = batch.schedule.slots
+        asking = np.flatnonzero(self.arrays.asks(which))
+        if not len(asking):
+            return Edited(logits, {}, asking)
+        self.arrays.upload()
+        step, state = batch.step, batch.step.state
+        logits = edit_logits(
+            logits,
+            step.logits_start,
+            batch.drafts,
+            step.predicted,
+            step.slots,
+            history=state.history,
+            prompt_length=state.prompt_length,
+            edits=self.arrays.edits,
+        )
+        failed: Failures = {}
+        for request in asking.tolist():
+            sequence = self._processed.get(int(which[request]))
+            if sequence is not None:
+                try:
+                    self._process(batch, request, sequence, logits)
+                except ProcessorError as error:
+                    failed[request] = str(error)
+        return Edited(logits, failed, asking)
+
+    def _process(self, batch: Batch, request: int, sequence: Sequence, logits: Tensor) -> None:
+        """Run the processors of one request on its rows, if it has any in this step."""
+        first, end = (int(i) for i in batch.step.logits_start[request : request + 2])
+        if first == end:
+            return
+        rows = LogitsRows(
+            self.slots.history[sequence.slot],
+            length=int(self.slots.length[sequence.slot]),
+            prompt_length=len(sequence.prompt),
+            drafts=self.slots.drafts[sequence.slot, : end - first - 1],
+        )
+        edited = run_processors(sequence.params.logits_processors, rows, logits[first:end])
+        logits[first:end] = edited
+
+    def cut_where_empty(self, edited: Edited, verdict: Verdict, block: Block) -> Failures:
+        """End blocks before a token whose row excludes every id, and say which requests end so.
+
+        Requests whose processors failed keep nothing of the step.
+        """
+        for request in edited.failed:
+            block.end(request, 0)
+        if not len(edited.asking):
+            return {}
+        asking = [r for r in edited.asking.tolist() if block.kept[r]]
+        if not asking:
+            return {}
+        rows = verdict.rows[torch.tensor(asking, device=verdict.rows.device)]
+        read = rows >= 0
+        empty = torch.zeros_like(read)
+        empty[read] = empty_rows(edited.logits.index_select(0, rows[read]))
+        columns = empty.cpu().numpy()
+        failed: Failures = {}
+        for request, row in zip(asking, columns, strict=True):
+            found = np.flatnonzero(row[: block.kept[request]])
+            if len(found):
+                block.end(request, int(found[0]))
+                failed[request] = (
+                    "the sampling parameters and logits processors of the request exclude every "
+                    "token"
+                )
+        return failed

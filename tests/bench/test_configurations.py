@@ -1,0 +1,35 @@
+"""What is compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec import ConfigError
+from specdec.bench.configurations import configurations
+
+
+def test_the_baseline_comes_first_and_names_are_what_was_given() -> None:
+    found = configurations(["some", "some:num_speculative_tokens=3"], baseline=True)
+    assert [c.name for c in found] == ["plain", "some", "some:num_speculative_tokens=3"]
+    assert found[0].config is None
+    assert [c.name for c in configurations(["some"], baseline=False)] == ["some"]
+
+
+def test_long_ones_are_named_by_their_method_and_place() -> None:
+    long = '{"method": "some", "num_speculative_tokens": 3, "length_policy": "falling"}'
+    _, short, named = configurations(["other", long], baseline=True)
+    assert (short.name, named.name, named.text) == ("other", "some (2)", long)
+
+
+@pytest.mark.parametrize(
+    ("texts", "baseline", "said"),
+    [
+        (["some", "some"], True, "the configuration 'some' is given twice"),
+        ([], False, "leaves nothing to measure"),
+        (["some:num_speculative_tokens=0"], True, "num_speculative_tokens is 0"),
+        ([""], True, "is empty"),
+    ],
+)
+def test_mistakes_are_told(texts: list[str], baseline: bool, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        configurations(texts, baseline=baseline)
