@@ -14,9 +14,16 @@ def normal(name: str, value: Any) -> Any:
     """Bring a value to the form of its field; what does not look like one is left for the types.
 
     Raises:
-        PromptError: an entry of a list or dict that cannot be one, named.
+        PromptError: an entry of a list or dict that cannot be one, named; what cannot be read.
     """
-    return _NORMAL.get(name, plain)(value)
+    try:
+        return _NORMAL.get(name, plain)(value)
+    except PromptError:
+        raise
+    except Exception as error:  # lists in circles, tensors without data, odd objects
+        raise PromptError(
+            f"SamplingParams: {name} cannot be read ({type(error).__name__}): {shown(value)}"
+        ) from error
 
 
 def plain(value: Any) -> Any:

@@ -34,11 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CONFIG",
-        help="METHOD, METHOD:key=value,... or JSON; once for every configuration",
+        help="METHOD, METHOD:key=value,... or JSON; once for every configuration; plain decoding "
+        "is measured beside them",
     )
-    model.add_argument(
-        "--no-baseline", action="store_true", help="do not measure plain decoding beside them"
-    )
+    model.add_argument("--no-baseline", action="store_true", help="do not measure plain decoding")
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument(
         "--prompts",
@@ -103,9 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; returns 1 if an answer failed, 130 if it was interrupted after it had begun."""
     from specdec.bench import workload
-    from specdec.bench.configurations import BASELINE, configurations
+    from specdec.bench.configurations import BASELINE, check_methods, configurations
 
     compared = configurations(args.speculative_config, baseline=not args.no_baseline)
+    check_methods(compared)
     tasks = workload.choose(
         workload.read(args.prompts), limit=args.limit, per_category=args.per_category
     )
@@ -166,7 +166,7 @@ def _check(args: argparse.Namespace, tasks: list[Task]) -> None:
     """Refuse now what would fail when everything is measured."""
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{option} {path} is no file in a folder that is there")
+            raise ConfigError(f"{option} {path}: it has to be a file in a folder that is there")
     if args.plot is not None:
         from specdec.bench import plot
 

@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         for output in outputs:
             metrics.add(output.metrics.speculative_decoding)
         print(cli_report.summary(tokens_of(outputs), seconds, metrics), file=sys.stderr)
+        if cut := _cut_off(outputs, args.max_tokens):
+            print(cut, file=sys.stderr)
     failed = [o for o in outputs if o.error]
     for output in failed:
         print(f"specdec: request {output.request_id} failed: {output.error}", file=sys.stderr)
@@ -118,7 +120,8 @@ def _texts(args: argparse.Namespace) -> list[str]:
             try:
                 lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
-                raise PromptError(f"{args.prompts_file} cannot be read: {error}") from error
+                why = cli_options.why(error)
+                raise PromptError(f"{args.prompts_file} cannot be read: {why}") from error
         texts += [line for line in lines if line.strip()]
     if not texts:
         raise PromptError("there is no prompt; give --prompt TEXT or --prompts-file FILE")
@@ -154,6 +157,18 @@ def _generate(
     print()
     assert last is not None  # a request ends, whatever happens to it
     return [last]
+
+
+def _cut_off(outputs: list[RequestOutput], most: int) -> str | None:
+    """Say which limit ended answers before the model did, and how many; None if none was."""
+    found = [c for o in outputs for c in o.outputs if c.finish_reason == "length"]
+    if not found:
+        return None
+    option, context = "--max-tokens allows no more", "the context is full"
+    whys = sorted({option if len(c.token_ids) >= most else context for c in found})
+    total = sum(len(o.outputs) for o in outputs)
+    many = "" if total == 1 else f", {len(found)} of {total} answers"
+    return f"(cut off{many}: {'; '.join(whys)})"
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:

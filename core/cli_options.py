@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from specdec._structure import shown
-from specdec.errors import PromptError, listed
+from specdec.errors import ConfigError, PromptError, listed, nearest
 
 if TYPE_CHECKING:
     from specdec.sampling_params import SamplingParams
@@ -19,7 +21,14 @@ CONFIG_HELP = "METHOD, METHOD:key=value,... or JSON; without it, plain decoding"
 # fields of SamplingParams that have an option, and those that a command sets itself
 _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 _TAKEN = ("n", "detokenize", "output_kind")
+_FUNCTIONS = "logits_processors"
 _DIGITS = 18  # of a number that is counted with
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([a-z]*)", re.ASCII | re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    letter + rest: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for rest, base in (("", 1024), ("b", 1000), ("ib", 1024))
+}
 
 
 def add_model(parser: argparse.ArgumentParser, *, slots: bool) -> argparse._ArgumentGroup:
@@ -49,9 +58,9 @@ def add_model(parser: argparse.ArgumentParser, *, slots: bool) -> argparse._Argu
         )
     model.add_argument(
         "--kv-cache-memory",
-        type=int,
         metavar="BYTES",
-        help="for keys and values; by default a share of what is free",
+        help="for keys and values, also as 1GB, 512MiB or 4G (G is GiB); by default a share of "
+        "what is free",
     )
     model.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that the model brings"
@@ -65,12 +74,28 @@ def add_model(parser: argparse.ArgumentParser, *, slots: bool) -> argparse._Argu
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `LLM` that `add_model` declared."""
+    """The arguments of `LLM` that `add_model` declared. Raise ConfigError."""
     names = (
         "tokenizer", "revision", "dtype", "device", "max_model_len", "max_num_seqs",
         "kv_cache_memory", "trust_remote_code", "deterministic",
     )  # fmt: skip
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+    found = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return {**found, "kv_cache_memory": _memory(args.kv_cache_memory)}
+
+
+def _memory(text: str | None) -> int | None:
+    """Read a number of bytes, with or without a unit."""
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    size = int(Fraction(match[1]) * unit) if match and unit else 0
+    if not size:
+        raise ConfigError(
+            f"--kv-cache-memory is {shown(text)}, but it has to be a number of bytes above 0, "
+            "such as 1000000000, 1GB, 512MiB or 4G"
+        )
+    return size
 
 
 def add_sampling(
@@ -135,19 +160,24 @@ def further(text: str | None) -> dict[str, Any]:
         raise PromptError(f"--sampling-params {shown(text)} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise PromptError(f"--sampling-params {shown(text)} has to be a JSON object")
-    for name in found:
-        if name in _OPTIONS:
-            option = "--" + name.replace("_", "-")
-            raise PromptError(f"--sampling-params holds {name!r}; use {option} for it")
-        if name in _TAKEN:
-            from specdec.sampling_params import SamplingParams
+    from specdec.sampling_params import _REFUSED, SamplingParams
 
-            own = (*_OPTIONS, *_TAKEN)
-            free = [f.name for f in attrs.fields(SamplingParams) if f.name not in own]
-            raise PromptError(
-                f"--sampling-params holds {name!r}, which the command decides itself "
-                f"(it takes: {listed(free)})"
-            )
+    own = (*_OPTIONS, *_TAKEN, _FUNCTIONS)
+    free = [f.name for f in attrs.fields(SamplingParams) if f.name not in own]
+    for name in found:
+        # those that are refused everywhere come with their reason when they are read
+        if name in free or name in _REFUSED:
+            continue
+        if name in _OPTIONS:
+            why = f"; use --{name.replace('_', '-')} for it"
+        elif name in _TAKEN:
+            why = f", which the command decides itself (it takes: {listed(free)})"
+        elif name == _FUNCTIONS:
+            why = ": they are functions, which JSON cannot hold; LLM.generate takes them"
+        else:
+            hint = nearest(name, [*free, *_OPTIONS])
+            why = f", which is no sampling parameter{hint} (it takes: {listed(free)})"
+        raise PromptError(f"--sampling-params holds {shown(name)}{why}")
     return found
 
 
@@ -159,6 +189,11 @@ def check_text(text: str, what: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise PromptError(f"{what} {shown(text)} is not valid UTF-8; give it as UTF-8 text")
     return text
+
+
+def why(error: OSError | ValueError) -> str:
+    """Say what went wrong with a file, without its name, which the message has already."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def quiet() -> None:
@@ -198,4 +233,6 @@ def numbers(text: str) -> list[float]:
     try:
         return list(dict.fromkeys(map(float, text.split(","))))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} holds what is no number") from error
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no list of numbers such as 0,0.7"
+        ) from error

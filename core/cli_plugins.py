@@ -62,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         width = max(len(key) for key in found) + 2
         for key, value in found.items():
-            print(f"{key.replace('_', ' ') + ':':{width}}{_spelt(value)}".rstrip())
+            label = key.replace("_", " ") + ":"
+            if isinstance(value, dict):
+                print(label)
+                for name, text in value.items():
+                    print(f"  {printable(name)}: {printable(text)}")
+            else:
+                print(f"{label:{width}}{_spelt(key, value)}")
     return 0
 
 
@@ -241,13 +247,11 @@ def _under(config: SpeculativeConfig, rule: str) -> SpeculativeConfig:
     )
 
 
-def _spelt(value: Any) -> str:
+def _spelt(key: str, value: Any) -> str:
     if value is None:
-        return "-"
+        return "no limit" if key in ("max_drafts", "max_context") else "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, dict):
-        return "".join(f"\n  {printable(k)}: {printable(v)}" for k, v in value.items()) or "-"
     if isinstance(value, list):
-        return ", ".join(map(printable, value)) or "-"
+        return ", ".join(map(printable, value)) or "none"
     return printable(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from specdec._structure import printable
 
@@ -14,25 +14,35 @@ if TYPE_CHECKING:
 def summary(tokens: int, seconds: float, metrics: SpeculationMetrics) -> str:
     """Return tokens, their rate, and what speculation brought, as a line."""
     rate = tokens / seconds if seconds else 0.0
-    parts = [f"{tokens} tokens in {seconds:.2f} s ({rate:.1f} tokens/s)"]
+    plural = "" if tokens == 1 else "s"
+    parts = [f"{tokens} token{plural} in {seconds:.2f} s ({rate:.1f} tokens/s)"]
     if metrics.num_drafts:
         parts += [
             f"{metrics.tokens_per_step:.2f} tokens/step, {metrics.num_accepted_tokens} of "
             f"{metrics.num_draft_tokens} drafts accepted",
-            f"acceptance by position: {', '.join(positions(metrics))}",
+            f"acceptance by position: {', '.join(positions(metrics.as_dict()))}",
         ]
     elif metrics.skipped:
         reasons = ", ".join(
-            f"{reason.replace('_', ' ')}: {count} steps"
+            f"{reason.replace('_', ' ')}: {count} step{'' if count == 1 else 's'}"
             for reason, count in metrics.skipped.items()
         )
         parts.append(f"1.00 tokens/step: nothing was drafted ({reasons})")
     return "; ".join(parts)
 
 
-def positions(metrics: SpeculationMetrics) -> list[str]:
-    """Share of the verified steps whose first 1, 2, ... drafts were all accepted."""
-    return [f"{share:.2f}" for share in metrics.acceptance_rate_per_pos]
+def positions(numbers: Mapping[str, Any]) -> list[str]:
+    """Share of the verified steps whose first 1, 2, ... drafts were all accepted.
+
+    numbers: those of `SpeculationMetrics.as_dict`. It ends at the last position that was drafted.
+    """
+    return [f"{share:.2f}" for share in drafted_shares(numbers)]
+
+
+def drafted_shares(numbers: Mapping[str, Any]) -> list[float]:
+    """The same as numbers."""
+    shares: list[float] = numbers["acceptance_rate_per_pos"]
+    return shares[: sum(count > 0 for count in numbers["drafted_per_pos"])]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:

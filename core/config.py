@@ -21,6 +21,7 @@ from specdec.length_table import check_ranges
 from specdec.speculator import Speculator
 
 DEFAULT_DRAFTS = 5
+_LEAST_PREFIX = 3  # letters of a key from which a longer one is guessed
 CORE_RULES = ("coupled", "standard", "block", "synthetic")
 DraftSampling = Literal["greedy", "probabilistic", "coupled"]
 PolicyName = Literal["fixed", "falling"]
@@ -144,7 +145,7 @@ class SpeculativeConfig:
             (shared if key in names else extra)[key] = item
         config = structure(cls, shared, "speculative_config")
         if config.method is None and config.model is None:
-            guess = next((hint for key in extra if (hint := nearest(key, names))), ";")
+            guess = next((hint for key in extra if (hint := _guess(key, names))), ";")
             raise ConfigError(
                 f"speculative_config names neither a method nor a model{guess} "
                 "write {'method': NAME} or just the name ('specdec plugins' lists them)"
@@ -179,7 +180,7 @@ class SpeculativeConfig:
                     continue
                 raise ConfigError(f"{key}={shown(value)} is refused: {REFUSED_KEYS[key]}")
             raise ConfigError(
-                f"{method!r} has no key {shown(key)}{nearest(key, [*own, *shared])} "
+                f"{method!r} has no key {shown(key)}{_guess(key, [*own, *shared])} "
                 f"(its own: {listed(own)}; shared: {listed(shared)})"
             )
         for key in ("model", "revision", "code_revision"):
@@ -223,6 +224,12 @@ class SpeculatorConfig:
     max_model_len: int | None  # longest sequence to draft for
     enforce_eager: bool  # without captured graphs
     options: Any
+
+
+def _guess(key: str, names: list[str]) -> str:
+    """As `nearest`; else the shortest name that starts with the key."""
+    begun = sorted((n for n in names if n.startswith(key) and len(key) >= _LEAST_PREFIX), key=len)
+    return nearest(key, names) or (f"; did you mean {begun[0]!r}?" if begun else "")
 
 
 def _asks_for_nothing(key: str, value: object) -> bool:

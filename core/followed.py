@@ -65,14 +65,16 @@ class FollowedRequests:
         delta = not whole and request.sequences[0].params.output_kind == "delta"
         for sequence in request.sequences:
             self._engine.sync(sequence)
-        try:
-            return request.output(delta=delta)
-        except Exception as error:  # whatever a tokenizer raises
-            reason = blame("the tokenizer", error, "decode")
-            logger.error("request %s: %s", request.request_id, reason, exc_info=error)
-        self._engine.fail(request.sequences, reason)
-        request.give_up_text(reason)
-        if request.request_id in self._requests:
+        for sequence in request.sequences:
+            try:
+                sequence.show()
+                _ = sequence.text.text
+            except Exception as error:  # whatever a tokenizer raises
+                reason = blame("the tokenizer", error, "decode")
+                logger.error("request %s: %s", sequence.name, reason, exc_info=error)
+                self._engine.fail([sequence], reason)
+                sequence.give_up_text(reason)
+        if request.finished and request.request_id in self._requests:
             self._forget(request)
             for sequence in request.sequences:
                 self._news.pop(sequence, None)
@@ -86,6 +88,12 @@ class FollowedRequests:
     def abort_all(self) -> None:
         """End whatever is left."""
         self._engine.abort(self._owners)
+
+    def forget_all(self) -> None:
+        """Follow nothing any more."""
+        self._owners.clear()
+        self._requests.clear()
+        self._news.clear()
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]

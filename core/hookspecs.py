@@ -118,7 +118,9 @@ class Hooks:
         """Observe a finished step: metrics, tracing, recording.
 
         Called once per step on the host, after the plan of the next one; every implementation
-        is called, the last registered first. Nothing is expected back.
+        is called, the last registered first. Nothing is expected back. If the last requests end
+        between steps, by an abort, it is called with a step of padding alone, so that nobody
+        waits for news of them.
 
         step: the committed step, its tensors on the host. Read only; `state` is that of the
             device, which may be a step ahead: leave it alone.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
+from specdec._sampling_values import plain
+from specdec._structure import shown
 from specdec.errors import PromptError
 from specdec.logprobs import LogprobLog, PromptLogprobLog
 from specdec.metrics import SpeculationMetrics
@@ -36,7 +38,8 @@ class Intake:
 
     eos: end-of-sequence tokens. seed: of requests that bring none. rule: the verification in
     force; None decodes plainly. max_logprobs: the most that a request may ask for; -1 for any.
-    priorities: whether requests may have one.
+    priorities: whether requests may have one. num_drafts: K of the speculator, 0 without one.
+    names: ids in use that users gave.
     """
 
     scheduler: Scheduler
@@ -48,6 +51,9 @@ class Intake:
     rule: VerificationRule | None
     max_logprobs: int
     priorities: bool
+    num_drafts: int = 0
+    names: Container[str] = ()
+    _numbers: itertools.count[int] = attrs.field(factory=itertools.count)
     _ordinals: itertools.count[int] = attrs.field(factory=itertools.count)
     _arrivals: itertools.count[int] = attrs.field(factory=itertools.count)
 
@@ -93,41 +99,52 @@ class Intake:
         check_stops(params, self.eos, where, vocab_size=self.vocab_size)
         if self.rule is not None:
             check_parameters(params, self.rule, where)
-        check_edits(
-            params, where, vocab_size=self.vocab_size, eos=self.eos, tokenizer=self.tokenizer
-        )
+        words = bad_word_ids(params.bad_words, self.tokenizer, where)
+        check_edits(params, where, vocab_size=self.vocab_size, eos=self.eos, bad_words=words)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(getattr(params, name), name, where)
         check_text(params, where, tokenizer=self.tokenizer)
-        self.scheduler.check(self._longest(ids, params), where)
-        words = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else []
+        longest = self._longest(ids, params)
+        if params.min_tokens > longest - len(ids):
+            raise PromptError(
+                f"{where}: min_tokens is {shown(params.min_tokens)}, but after the prompt at most "
+                f"{longest - len(ids)} tokens fit"
+            )
+        self.scheduler.check(longest, where)
         return tuple(tuple(word) for word in words)
 
     def _check_logprobs(self, asked: int | None, name: str, where: str) -> None:
         if asked is None or self.max_logprobs < 0:
             return
         if asked < 0 or asked > self.max_logprobs:
-            wanted = "the whole vocabulary (-1)" if asked < 0 else str(asked)
+            wanted = "the whole vocabulary (-1)" if asked < 0 else shown(asked)
             raise PromptError(
                 f"{where}: {name} asks for {wanted}, but max_logprobs is {self.max_logprobs}; "
                 "LLM(max_logprobs=...) raises it, -1 to any number"
             )
 
-    def _priorities(self, priority: int | Sequence[int] | None, count: int) -> list[int]:
+    def _priorities(self, priority: object, count: int) -> list[int]:
         if priority is None:
             return [0] * count
-        given = [priority] * count if isinstance(priority, int) else list(priority)
-        if len(given) != count:
-            raise PromptError(f"{count} prompts but {len(given)} priorities; give one, or one each")
-        for one in list[object](given):
+        given = plain(priority)
+        ranks = given if isinstance(given, list | tuple) else [given] * count
+        if len(ranks) != count:
+            raise PromptError(f"{count} prompts but {len(ranks)} priorities; give one, or one each")
+        for one in ranks:
             if not isinstance(one, int) or isinstance(one, bool) or not -(2**62) < one < 2**62:
-                raise PromptError(f"priority holds {one!r}; a priority is an integer, lower first")
-        if any(given) and not self.priorities:
+                raise PromptError(
+                    f"priority is {shown(one)}, but it has to be an integer, lower first"
+                )
+        if any(ranks) and not self.priorities:
             raise PromptError(
                 "requests run first come, first served, so a priority is refused; "
                 "LLM(scheduling_policy='priority') takes them"
             )
-        return given
+        return list(ranks)
+
+    def _free_name(self) -> str:
+        """The next number that nobody uses as an id."""
+        return next(n for n in map(str, self._numbers) if n not in self.names)
 
     def _longest(self, ids: Sequence[int], params: SamplingParams) -> int:
         """Tokens of prompt and completion at most."""
@@ -145,7 +162,7 @@ class Intake:
     ) -> Request:
         ids = prompt.token_ids
         ordinal = next(self._ordinals)
-        name = request_id if request_id is not None else str(ordinal)
+        name = request_id if request_id is not None else self._free_name()
         seed = params.seed
         if seed is None:
             # unseeded requests differ from each other and repeat with the engine's seed
@@ -163,9 +180,15 @@ class Intake:
                 params=params,
                 stream=make_stream(seed, index),
                 stop_ids=tuple(sorted(stops)),
-                own_stop_ids=own,
+                own_stop_ids=own if params.ignore_eos else own - self.eos,
                 max_length=self._longest(ids, params),
-                metrics=attrs.evolve(metrics, speculative_decoding=SpeculationMetrics()),
+                metrics=attrs.evolve(
+                    metrics,
+                    speculative_decoding=SpeculationMetrics(
+                        drafted_per_pos=[0] * self.num_drafts,
+                        accepted_per_pos=[0] * self.num_drafts,
+                    ),
+                ),
                 text=OutputText(
                     self.tokenizer,
                     stop=params.stop,

@@ -48,8 +48,9 @@ class LLM:
     max_num_seqs: completions that run at once. max_num_batched_tokens: tokens of a step at most,
         of prompts and of running requests with their drafts; what a prompt has more comes in
         chunks. Never more completions run than that many tokens.
-    scheduling_policy: "fcfs" (first come, first served) or "priority": a lower `priority` goes
-        first, and sets aside running requests of a higher one where there is no room for both.
+    scheduling_policy: "fcfs" (first come, first served) or "priority": a lower `priority`
+        number goes first, and sets aside running requests with a higher number where there is no
+        room for both.
     kv_cache_memory: bytes for the key-value cache; by default enough for every sequence at full
         length, but no more than a share of the free memory. gpu_memory_utilization: on CUDA
         instead, the share of the device's memory that model and cache may take together. If
@@ -161,6 +162,7 @@ class LLM:
                 )
             self.eos_token_ids = eos_ids(self._assembly.target.model, self.tokenizer)
             drafting = self._assembly.engine.drafting
+            self._added = FollowedRequests(self._assembly.engine, every_step=True)
             self._intake = Intake(
                 scheduler=self._assembly.engine.scheduler,
                 tokenizer=self.tokenizer,
@@ -171,8 +173,9 @@ class LLM:
                 rule=drafting.agreement.rule if drafting else None,
                 max_logprobs=max_logprobs,
                 priorities=scheduling_policy == "priority",
+                num_drafts=drafting.k if drafting else 0,
+                names=self._added,
             )
-            self._added = FollowedRequests(self._assembly.engine, every_step=True)
         except BaseException:
             self.close()
             raise
@@ -245,7 +248,8 @@ class LLM:
             the model's template), or `{"prompt": text}` / `{"prompt_token_ids": ids}`; one or a
             list.
         sampling_params: one for all or one each; `SamplingParams()` by default.
-        priority: one for all or one each, lower first; needs `scheduling_policy="priority"`.
+        priority: one for all or one each, a lower number first; needs
+            `scheduling_policy="priority"`.
         use_tqdm: show progress on stderr if it is a terminal.
 
         A request that fails ends with finish_reason "error" and says why in `error`; the others
@@ -356,11 +360,8 @@ class LLM:
         if request_id in self._added:
             raise PromptError(f"request_id {request_id!r} is in use by a request that still runs")
         made = self._intake.requests(prompt, sampling_params, priority, request_id, single=True)
-        name = made[0].request_id
-        if name in self._added:  # a number that a user has given before
-            raise PromptError(f"request_id {name!r} is in use; give another")
         self._added.start(made)
-        return name
+        return made[0].request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of requests of `add_request` that it moved or ended.
@@ -399,10 +400,13 @@ class LLM:
 
         Requests that run are aborted.
         """
+        if self._assembly is not None and self._assembly.engine.stepping:
+            raise ConfigError("this LLM is in the middle of a step; close it afterwards")
         if self._assembly is not None:
             assembly, self._assembly = self._assembly, None
             assembly.engine.abort_all()
-            self._added = FollowedRequests(assembly.engine, every_step=True)
+            if hasattr(self, "_added"):  # not if loading failed
+                self._added.forget_all()
             assembly.close()
 
     def __enter__(self) -> Self:

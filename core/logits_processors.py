@@ -19,7 +19,7 @@ tensor([[-inf, 0., 0.],
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -95,38 +95,59 @@ def run_processors(processors: Iterable[Processor], rows: LogitsRows, logits: Te
     shape, dtype, device = edited.shape, edited.dtype, edited.device
     for number, processor in enumerate(processors):
         who = f"logits_processors[{number}] ({_name(processor)})"
-        where = f"the rows for positions {rows.position(0)} to {rows.position(len(rows) - 1)}"
+        where = _places(rows, range(len(rows)))
         try:
             answer: Any = processor(rows, edited)
+        except _WrongRow as error:
+            place = _places(rows, [error.row])
+            raise ProcessorError(
+                f"{who} returned {error.what} for {place}; {error.wanted}"
+            ) from None
         except PLUGIN_ERRORS as error:
             raise ProcessorError(blame(who, error, where)) from error
-        wrong = _problem(answer, shape, dtype, device)
-        if wrong:
-            raise ProcessorError(f"{who} returned {wrong} for {where}")
-        edited = answer
+        if wrong := _problem(answer, shape, dtype, device):
+            what, wanted = wrong
+            raise ProcessorError(f"{who} returned {what} for {where}; {wanted}")
+        # the next one may write to what it is given, and who answered may have kept it
+        edited = answer if answer is edited else answer.clone()
     return edited
+
+
+def _places(rows: LogitsRows, which: Sequence[int]) -> str:
+    first, last = rows.position(which[0]), rows.position(which[-1])
+    if first == last:
+        return f"the row at position {first}"
+    return f"the rows at positions {first} to {last}"
 
 
 def _problem(
     answer: object, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """What is wrong with an answer, if anything."""
+) -> tuple[str, str] | None:
+    """What is wrong with an answer, if anything, and what it should be."""
     if answer is None:
-        return "None; return the logits, also where they were edited in place"
+        return "None", "return the logits, also where they were edited in place"
     if not isinstance(answer, Tensor):
-        return f"an object of type {type(answer).__name__}, not a tensor"
+        return f"an object of type {type(answer).__name__}", "expected a tensor"
     if answer.layout != torch.strided:
-        return f"a tensor of layout {answer.layout}; expected a dense one"
+        return f"a tensor of layout {answer.layout}", "expected a dense one"
     for what, got, wanted in (
         ("shape", list(answer.shape), list(shape)),
         ("dtype", answer.dtype, dtype),
         ("device", answer.device, device),
     ):
         if got != wanted:
-            return f"a tensor of {what} {got}; expected {wanted}"
+            return f"a tensor of {what} {got}", f"expected {wanted}"
     if answer.isnan().any():
-        return "NaN; to exclude a token set its logit to -inf"
+        return "NaN", "to exclude a token set its logit to -inf"
     return None
+
+
+class _WrongRow(Exception):
+    """A function that is asked row by row answered this row wrongly."""
+
+    def __init__(self, row: int, what: str, wanted: str) -> None:
+        super().__init__(what)
+        self.row, self.what, self.wanted = row, what, wanted
 
 
 class _RowByRow:
@@ -141,8 +162,10 @@ class _RowByRow:
             ids = torch.tensor(rows.token_ids(i), device=logits.device)
             answer: Any = self.processor(ids[None], logits[i : i + 1].clone())
             if not isinstance(answer, Tensor) or answer.shape != logits[:1].shape:
-                got = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-                raise TypeError(f"it returned {got}; expected scores {list(logits[:1].shape)}")
+                what = "None" if answer is None else f"an object of type {type(answer).__name__}"
+                if isinstance(answer, Tensor):
+                    what = f"a tensor of shape {list(answer.shape)}"
+                raise _WrongRow(i, what, f"expected scores of shape {list(logits[:1].shape)}")
             answers.append(answer)
         return torch.cat(answers)
 

@@ -24,7 +24,11 @@ def check_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def joined(old: RequestOutput, new: RequestOutput) -> RequestOutput:
     """Two deltas that follow each other as one. Neither is to be used afterwards."""
-    for before, after in zip(old.outputs, new.outputs, strict=True):
+    earlier = {completion.index: completion for completion in old.outputs}
+    for after in new.outputs:
+        before = earlier.pop(after.index, None)
+        if before is None:
+            continue
         after.text = before.text + after.text
         # the older lists grow: a reader who sleeps long does not cost a copy with every step
         before.token_ids += after.token_ids
@@ -32,6 +36,7 @@ def joined(old: RequestOutput, new: RequestOutput) -> RequestOutput:
         if before.logprobs is not None and after.logprobs is not None:
             before.logprobs += after.logprobs
             after.logprobs = before.logprobs
+    new.outputs = sorted([*earlier.values(), *new.outputs], key=lambda c: c.index)
     return new
 
 

@@ -18,7 +18,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class CompletionOutput:
     """One completion of a prompt.
 
-    Under `output_kind="delta"` text, token_ids and logprobs are what came since the last output.
+    Under `output_kind="delta"` text, token_ids and logprobs are what came since the last output,
+    and of several completions only those with something new are there: look at `index`.
 
     token_ids: every emitted token, the one that stopped it included. text: without what stopped
         it, unless `include_stop_str_in_output`; whole characters, and never what may turn out to
@@ -46,7 +47,7 @@ class RequestMetrics:
 
     arrival_time: added to the engine. first_scheduled_time: given a slot. first_token_time:
     first token emitted. finished_time: ended. None for what has not happened.
-    num_preemptions: times it was set aside for lack of memory or for a higher priority.
+    num_preemptions: times it was set aside for lack of memory, or for one that goes first.
     """
 
     arrival_time: float

@@ -150,7 +150,8 @@ class PrometheusMetrics:
         gaps, ended = self._times.observe(report, now)
         prefill, decode, inference, per_token = np.array(ended).reshape(-1, 4).T
         for name, values in (
-            ("step_duration_seconds", np.array([report.seconds])),
+            # a report between steps takes no time
+            ("step_duration_seconds", np.array([report.seconds] * (report.seconds > 0))),
             ("inter_token_latency_seconds", gaps),
             ("request_prefill_time_seconds", prefill),
             ("request_decode_time_seconds", decode),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message: TypeAlias = Mapping[str, Any]
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message] | Mapping[str, Any]"
 
 
@@ -46,10 +47,25 @@ def read_prompts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> lis
 
 
 def is_chat(prompts: Any) -> bool:
-    """Whether it is a conversation, or a list of them."""
+    """Whether it is a conversation, or a list of them.
+
+    Raises:
+        PromptError: a message of it has no role.
+    """
     if _is_message(prompts):
         return True
-    return _is_list(prompts) and all(is_chat(p) for p in prompts)
+    if not _is_list(prompts):
+        return False
+    _check_roles(prompts)
+    return all(is_chat(p) for p in prompts)
+
+
+def _check_roles(messages: Sequence[Any]) -> None:
+    """Refuse messages without a role. Prompts with keys of their own are no messages."""
+    for number, message in enumerate(messages):
+        if isinstance(message, Mapping) and not {"role", *_PROMPT_KEYS} & set(message):
+            has = ", ".join(map(repr, message)) or "nothing"
+            raise PromptError(f"message {number} has no 'role' (it has {has})")
 
 
 def _is_one(value: Any) -> bool:
@@ -71,7 +87,15 @@ def _is_id(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """The list that an array or tensor stands for; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
+    if not (hasattr(value, "tolist") and hasattr(value, "shape")):
+        return value
+    try:
+        return value.tolist()
+    except Exception as error:  # as of a tensor without data
+        raise PromptError(
+            f"a prompt of type {type(value).__name__} cannot be read "
+            f"({type(error).__name__}: {error}); give token ids as a list"
+        ) from error
 
 
 def _is_message(value: Any) -> bool:
@@ -80,11 +104,11 @@ def _is_message(value: Any) -> bool:
 
 def _read(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> TokenizedPrompt:
     if isinstance(prompt, Mapping) and not _is_message(prompt):
-        known = ("prompt", "prompt_token_ids")
-        if len(prompt) != 1 or next(iter(prompt)) not in known:
+        if len(prompt) != 1 or next(iter(prompt)) not in _PROMPT_KEYS:
+            message = "; a chat message has a 'role' as well" if "content" in prompt else ""
             raise PromptError(
                 f"a prompt with the keys {listed(map(str, prompt))}; it has to have exactly one "
-                f"of {listed(known)}"
+                f"of {listed(_PROMPT_KEYS)}{message}"
             )
         (key, value), *_ = prompt.items()
         if key == "prompt" and not isinstance(value, str):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import attrs
 
 from specdec.metrics import SpeculationMetrics
-from specdec.output_text import OutputText
 from specdec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from specdec.runner.sequence import Sequence
 
@@ -27,6 +26,12 @@ class Request:
     sequences: list[Sequence]
     metrics: RequestMetrics
     tokenizer: PreTrainedTokenizerBase | None
+    # one copy for all outputs: the engine goes on reading its own
+    prompt_token_ids: list[int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Copy the prompt once."""
+        self.prompt_token_ids = list(self.sequences[0].prompt)
 
     @property
     def finished(self) -> bool:
@@ -34,11 +39,16 @@ class Request:
         return all(s.finish_reason is not None for s in self.sequences)
 
     def output(self, *, delta: bool = False) -> RequestOutput:
-        """Its output so far, or what is new in it since the last `delta` output."""
+        """Its output so far, or what is new in it since the last `delta` output.
+
+        Of several completions a delta holds those that have something new, an end included.
+        """
         own = [s.metrics for s in self.sequences]
         speculation = SpeculationMetrics()
-        for metrics in own:
-            speculation.add(metrics.speculative_decoding)
+        for sequence in self.sequences:
+            speculation.add(sequence.metrics.speculative_decoding)
+            if sequence.counted is not None:
+                speculation.add(sequence.counted)
         starts = [m.first_scheduled_time for m in own if m.first_scheduled_time is not None]
         firsts = [m.first_token_time for m in own if m.first_token_time is not None]
         ends = [m.finished_time for m in own if m.finished_time is not None]
@@ -48,9 +58,13 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=list(first.prompt),
+            prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=None if log is None else log.as_dicts(self.tokenizer),
-            outputs=[self._completion(s, delta=delta) for s in self.sequences],
+            outputs=[
+                self._completion(s, delta=delta)
+                for s in self.sequences
+                if not delta or len(own) == 1 or s.num_taken < len(s.emitted) or _ends(s)
+            ],
             finished=self.finished,
             metrics=attrs.evolve(
                 self.metrics,
@@ -63,12 +77,6 @@ class Request:
             ),
             error="; ".join(dict.fromkeys(errors)) or None,
         )
-
-    def give_up_text(self, reason: str) -> None:
-        """Go on without text, for a reason that its completions then give as their error."""
-        for sequence in self.sequences:
-            sequence.finish_reason, sequence.error = "error", reason
-            sequence.text = OutputText.none()
 
     def _completion(self, sequence: Sequence, *, delta: bool) -> CompletionOutput:
         sequence.show()
@@ -85,4 +93,10 @@ class Request:
         )
         if delta:
             sequence.num_taken = len(sequence.emitted)
+            sequence.end_taken = sequence.finish_reason is not None
         return output
+
+
+def _ends(sequence: Sequence) -> bool:
+    """Whether the end of a sequence is to be handed out yet."""
+    return sequence.finish_reason is not None and not sequence.end_taken

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MOST_BAD_TOKENS = 1024  # of all bad words of a request
+_LONGEST_BAD_WORD = 64  # every step compares the words of all requests at their longest
 
 
 def check_prompt(ids: Sequence[int], where: str, *, vocab_size: int, max_model_len: int) -> None:
@@ -25,7 +26,9 @@ def check_prompt(ids: Sequence[int], where: str, *, vocab_size: int, max_model_l
         raise PromptError(f"{where} is empty; give at least one token")
     wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
     if wrong is not None:
-        raise PromptError(f"{where} holds the token id {wrong}; ids are 0 to {vocab_size - 1}")
+        raise PromptError(
+            f"{where} holds the token id {shown(wrong)}; ids are 0 to {vocab_size - 1}"
+        )
     if len(ids) >= max_model_len:
         raise PromptError(
             f"{where} has {len(ids)} tokens, but max_model_len is {max_model_len} and at "
@@ -64,35 +67,31 @@ def check_edits(
     *,
     vocab_size: int,
     eos: frozenset[int],
-    tokenizer: PreTrainedTokenizerBase | None,
+    bad_words: Sequence[Sequence[int]],
 ) -> None:
     """Refuse edits of ids that the target does not have, and those that leave nothing to draw.
 
-    eos: the model's end-of-sequence tokens. What is left may still depend on the output: bad words
-    of several tokens are not considered.
+    eos: the model's end-of-sequence tokens. bad_words: from `bad_word_ids`. What is left may still
+    depend on the output: bad words of several tokens are not considered.
     """
     if not params.edits:
         return
     _in_vocabulary("logit_bias", params.logit_bias or (), where, vocab_size)
     _in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), where, vocab_size)
-    try:
-        words = bad_word_ids(params.bad_words, tokenizer)
-    except PromptError as error:
-        raise PromptError(f"{where}: {error}") from error
     names = [n for n in ("allowed_token_ids", "bad_words") if getattr(params, n)]
-    excluded = {ids[0] for ids in words if len(ids) == 1}
+    excluded = {ids[0] for ids in bad_words if len(ids) == 1}
     if not _left(params, excluded, vocab_size):
         raise PromptError(f"{where}: {' and '.join(names)} leave no token that could be drawn")
     if params.min_tokens and not _left(params, excluded | _stop_ids(params, eos), vocab_size):
         raise PromptError(
-            f"{where}: min_tokens is {params.min_tokens}, but "
+            f"{where}: min_tokens is {shown(params.min_tokens)}, but "
             + (f"{' and '.join(names)} leave nothing but" if names else "all tokens are")
             + " stop tokens, which may not be drawn before"
         )
 
 
 def bad_word_ids(
-    words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
+    words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, where: str
 ) -> list[list[int]]:
     """Token ids that would spell the words: each as a text begins with it, and as a space precedes.
 
@@ -105,27 +104,41 @@ def bad_word_ids(
         return []
     if tokenizer is None:
         raise PromptError(
-            f"bad_words is {shown(words)}, but without a tokenizer nobody knows their tokens; "
-            "name one with tokenizer="
+            f"{where}: bad_words is {shown(words)}, but without a tokenizer nobody knows their "
+            "tokens; name one with tokenizer="
         )
     found: list[list[int]] = []
     for word in words:
         bare = word.lstrip(" ") or word
-        ids, spaced = (_encoded(text, word, tokenizer) for text in (bare, f" {bare}"))
+        try:
+            ids, spaced = (_encoded(text, word, tokenizer) for text in (bare, f" {bare}"))
+        except PromptError as error:
+            raise PromptError(f"{where}: {error}") from error
+        if len(ids) > _LONGEST_BAD_WORD:
+            raise PromptError(
+                f"{where}: bad_words holds {shown(word)}, which is {len(ids)} tokens; "
+                f"{_LONGEST_BAD_WORD} at most are looked for"
+            )
         found.append(ids)
         if spaced[0] != ids[0]:
             found.append(spaced)
     total = sum(map(len, found))
     if total > _MOST_BAD_TOKENS:
         raise PromptError(
-            f"bad_words are {total} tokens in all their spellings; {_MOST_BAD_TOKENS} at most are "
-            "served"
+            f"{where}: bad_words are {total} tokens in all their spellings; {_MOST_BAD_TOKENS} at "
+            "most are served"
         )
     return found
 
 
 def _encoded(text: str, word: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    try:
+        ids = list(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:  # as of half a character, of which tokenizers say what they like
+        raise PromptError(
+            f"bad_words holds {shown(word)}, which the tokenizer cannot read "
+            f"({type(error).__name__}: {error})"
+        ) from error
     unknown = tokenizer.unk_token_id
     if not ids or (unknown in ids and str(tokenizer.unk_token) not in word):
         raise PromptError(

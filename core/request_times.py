@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from specdec.types import StepReport
+    from specdec.types import EndedRequest, StepReport
 
 _STARTED, _FIRST, _LAST, _TOKENS = range(4)
 
@@ -46,6 +47,10 @@ class RequestTimes:
         Return the seconds between its tokens and those before, for every request that was given
         some, and the times of those that ended.
         """
+        # those that ended between steps have left their slots by now
+        left = () if report.changes is None else report.changes.finished
+        between = [e for e in report.ended if e.slot in left and self._name_of(e)]
+        times = self._end(between)
         self._move(report, now - report.seconds)
         given = report.kept > 0
         slots, tokens = report.slots[given], report.kept[given]
@@ -57,7 +62,7 @@ class RequestTimes:
         rows[:, _LAST] = now
         rows[:, _TOKENS] += tokens
         self._rows[slots] = rows
-        return gaps, self._end(report)
+        return gaps, times + self._end(e for e in report.ended if e not in between)
 
     def _move(self, report: StepReport, start: float) -> None:
         """Follow who left a slot and who got one, before the forward that began at `start`."""
@@ -76,11 +81,15 @@ class RequestTimes:
             self._rows[info.slot] = (start, 0, 0, 0) if row is None else row
             self._names[info.slot] = info.request_id
 
-    def _end(self, report: StepReport) -> list[EndedTimes]:
+    def _name_of(self, ended: EndedRequest) -> bool:
+        """Whether the slot that it had is still known as its."""
+        return self._names.get(ended.slot) == ended.request_id
+
+    def _end(self, requests: Iterable[EndedRequest]) -> list[EndedTimes]:
         times = []
-        for ended in report.ended:
+        for ended in requests:
             row = self._aside.pop(ended.request_id, None)
-            if self._names.get(ended.slot) == ended.request_id:
+            if self._name_of(ended):
                 del self._names[ended.slot]
                 row = self._rows[ended.slot]
             if row is None or not row[_TOKENS]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-from specdec._sampling_values import normal, plain
+from specdec._sampling_values import normal
 from specdec._structure import check_keys, shown
 from specdec.errors import ConfigError, PromptError
 
@@ -37,6 +37,7 @@ _REFUSED = {
     "spaces_between_special_tokens": (True, "text is what the tokenizer decodes"),
     "thinking_token_budget": (None, "no token is forced; a logits processor can do it"),
     "logprob_token_ids": (None, "logprobs=n gives the n likeliest, -1 all"),
+    "priority": (None, "it is an argument of generate, stream and add_request"),
     "extra_args": (None, "nothing would read them"),
 }
 
@@ -50,8 +51,8 @@ class SamplingParams:
     top_k: keep the k most likely tokens and every tie with the last; 0 or -1 keeps all.
     top_p: keep the smallest set of most likely tokens whose probability reaches this.
     min_p: keep tokens at least this fraction as likely as the most likely one.
-    seed: makes the completions repeatable, whatever else runs. Without one the seed of the
-        engine and the order of requests decide.
+    seed: makes the completions repeatable, whatever else runs. Without one (None, or -1 as in
+        vLLM) the seed of the engine and the order of requests decide.
     repetition_penalty: logits of tokens in the prompt or the output are divided by it if they are
         positive, else multiplied; 1 is off.
     presence_penalty: taken off the logits of tokens in the output, once; from -2 to 2.
@@ -106,12 +107,15 @@ class SamplingParams:
     def __init__(self, **values: Any) -> None:
         for name in [n for n in values if n in _REFUSED]:
             neutral, reason = _REFUSED[name]
-            value = plain(values.pop(name))
+            value = normal(name, values.pop(name))
             if not _asks_nothing(value, neutral):
                 raise PromptError(
                     f"the sampling parameter {name}={shown(value)} is refused: {reason}"
                 )
         values = {name: normal(name, value) for name, value in values.items()}
+        seed = values.get("seed")
+        if isinstance(seed, int) and seed == -1:
+            values["seed"] = None
         try:
             check_keys(type(self), values, "SamplingParams")
         except ConfigError as error:
@@ -128,14 +132,15 @@ class SamplingParams:
         )
         _require(
             0 <= self.temperature <= _MOST_TEMPERATURE,
-            f"temperature is {self.temperature}, but it has to be a number from 0 to 1000000",
+            f"temperature is {shown(self.temperature)}, but it has to be a number from 0 to "
+            "1000000",
         )
-        _require(self.top_k >= -1, f"top_k is {self.top_k}, but it has to be -1, 0 or more")
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}, but it has to be in (0, 1]")
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}, but it has to be in [0, 1]")
+        _require(self.top_k >= -1, f"top_k is {shown(self.top_k)}, but it has to be -1, 0 or more")
+        _require(0 < self.top_p <= 1, f"top_p is {shown(self.top_p)}, but it has to be in (0, 1]")
+        _require(0 <= self.min_p <= 1, f"min_p is {shown(self.min_p)}, but it has to be in [0, 1]")
         _require(
             self.seed is None or -(2**63) <= self.seed < 2**63,
-            f"seed is {self.seed}, but it has to fit 64 bits",
+            f"seed is {shown(self.seed)}, but it has to fit 64 bits",
         )
         self._check_edits()
         self._check_lengths()
@@ -185,8 +190,8 @@ class SamplingParams:
     def _check_lengths(self) -> None:
         _require(
             self.max_tokens is None or self.max_tokens >= 1,
-            f"max_tokens is {self.max_tokens}, but it has to be at least 1 or None: a request "
-            "generates; to score a prompt alone use prompt_logprobs with max_tokens=1",
+            f"max_tokens is {shown(self.max_tokens)}, but it has to be at least 1 or None: a "
+            "request generates; to score a prompt alone use prompt_logprobs with max_tokens=1",
         )
         most = self.max_tokens
         _require(
@@ -195,11 +200,11 @@ class SamplingParams:
         )
         _require(
             most is None or self.min_tokens <= most,
-            f"min_tokens is {shown(self.min_tokens)}, more than max_tokens, {most}",
+            f"min_tokens is {shown(self.min_tokens)}, more than max_tokens, {shown(most)}",
         )
         _require(
             all(t >= 0 for t in self.stop_token_ids or ()),
-            f"stop_token_ids holds a negative id: {self.stop_token_ids}",
+            f"stop_token_ids holds a negative id: {shown(self.stop_token_ids)}",
         )
         _at_most(_MOST_STOPS, "stop", "texts", self.stop)
         _require(all(self.stop), f"stop holds an empty text: {shown(self.stop)}")
@@ -242,7 +247,7 @@ class SamplingParams:
 def _asks_nothing(value: Any, neutral: Any) -> bool:
     """Whether a value is the neutral one, or none; what cannot be compared asks for something."""
     try:
-        return bool(value in (None, neutral, [], {}, ()))
+        return value is None or bool(value == neutral)
     except Exception:  # whatever a type raises in `==`
         return False
 

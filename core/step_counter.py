@@ -105,15 +105,19 @@ class StepCounter:
 
     def take(self, slot: int) -> SpeculationMetrics:
         """Return the numbers of the slot's request and forget it; they stay in the totals."""
+        metrics = self.peek(slot)
+        self._num_steps[slot] = 0
         for gone, live in zip(self._gone.arrays, self._live.arrays, strict=True):
             gone += live[slot]
+            live[slot] = 0
+        return metrics
+
+    def peek(self, slot: int) -> SpeculationMetrics:
+        """The numbers of the slot's request so far."""
         metrics = Tally(*(live[slot] for live in self._live.arrays)).metrics()
         if self._steps is not None:
             steps = self._steps[:, slot, : self._num_steps[slot]]
             metrics.per_step_drafted, metrics.per_step_accepted = steps.tolist()
-            self._num_steps[slot] = 0
-        for live in self._live.arrays:
-            live[slot] = 0
         return metrics
 
     @property

@@ -30,6 +30,7 @@ from specdec import (
     RequestOutput,
     SamplingParams,
     SpecdecError,
+    StepReport,
     hookimpl,
 )
 from specdec.async_llm import AsyncLLM
@@ -107,8 +108,8 @@ class Gate:
         self._open = threading.Event()
 
     @hookimpl
-    def step_finished(self) -> None:
-        self.steps += 1
+    def step_finished(self, report: StepReport) -> None:
+        self.steps += bool(len(report.slots))  # not what is reported when all have ended
         if self.steps == self.stop_at:
             assert self._open.wait(20)
 

@@ -95,6 +95,19 @@ def test_one_prompt_is_streamed_to_stdout_and_the_numbers_go_to_stderr(
     assert "drafts" not in err
 
 
+def test_answers_that_are_cut_off_are_told_with_the_reason(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ("--model", model_folder, "--prompt", GIVEN, "--raw", "--ignore-eos")
+    _, _, err = run(capsys, *one, "--max-tokens", 2)
+    assert err.endswith("\n(cut off: --max-tokens allows no more)\n")
+    _, _, err = run(capsys, *one, "--max-model-len", 8, "--prompt", "a dog")
+    assert err.endswith("\n(cut off, 2 of 2 answers: the context is full)\n")
+    anything = json.dumps({"stop_token_ids": list(range(32))})
+    _, _, err = run(capsys, *one, "--max-tokens", 2, "--sampling-params", anything)
+    assert "cut off" not in err
+
+
 def test_prompts_are_wrapped_in_the_chat_template_unless_raw(
     model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,7 +261,11 @@ def test_a_request_that_fails_is_told_on_stderr(
     [
         (["--model", "/no/such/model", "--prompt", "a"], "no model at '/no/such/model'"),
         (["--model", "{model}"], "there is no prompt; give --prompt TEXT or --prompts-file FILE"),
-        (["--model", "{model}", "--prompts-file", "/no/such"], "/no/such cannot be read"),
+        (
+            ["--model", "{model}", "--prompts-file", "/no/such"],
+            "/no/such cannot be read: No such file or directory\n",
+        ),
+        (["--model", "{model}", "--prompt", "a", "--kv-cache-memory", "4X"], "memory is '4X'"),
         (["--model", "{model}", "--prompt", "a", "--max-tokens", "0"], "max_tokens is 0"),
         (["--model", "{model}", "--prompt", "a", "--n", "2"], "n is 2 at temperature 0"),
         (["--model", "{model}", "--prompt", "a", "--sampling-params", "{"], "is not valid JSON"),

@@ -261,7 +261,7 @@ def test_a_picture_is_drawn(bench: Any, tmp_path: Path) -> None:
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--plot", "a.jpeg"], "has to end in one of"),
-        (["--json", "/no/such/file"], "--json /no/such/file is no file in a folder"),
+        (["--json", "/no/such/file"], "--json /no/such/file: it has to be a file in a folder"),
         (["--prompts", "/no/such"], "/no/such cannot be read"),
         (["--sampling-params", '{"detokenize": true}'], "which the command decides itself"),
         (["--max-model-len", "5"], "prompts.jsonl, line 1: the prompt has 5 tokens, but"),

@@ -78,7 +78,7 @@ def test_answers_go_to_stdout_and_history_is_sent_back(model_folder: Path, chat:
     assert (status, out) == (0, f"{first}\n{second}\n")
     assert len(first) > 5
     assert err.count("tokens/s") == 2
-    assert "context 12 of 256]" in err
+    assert "context 13 of 256]" in err  # the next prompt without its message
 
 
 def test_numbers_of_speculation_follow_an_answer_that_they_do_not_change(chat: Any) -> None:
@@ -96,6 +96,28 @@ def test_undo_drop_and_reset_forget(model_folder: Path, chat: Any) -> None:
     assert "(taken back, with its answer: 'the cat')" in err
     assert "(turns forgotten: 1 of 1, the first 'a dog')" in err
     assert "(turns forgotten: 1)" in err
+
+
+def test_the_context_is_one_number_wherever_it_is_told(chat: Any) -> None:
+    _, _, err = chat("the cat", "/stats", "a dog", "/stats", "/undo", "/stats", "/reset", "/stats")
+    one, same, two, again, undone, none = re.findall(r"context (\d+) of 256]", err)
+    assert one == same == undone
+    assert two == again
+    assert int(two) > int(one)
+    assert none == "0"
+
+
+def test_a_template_that_cannot_end_with_an_answer_leaves_the_context_unknown(
+    model_folder: Path, chat: Any, tmp_path: Path
+) -> None:
+    template = (
+        "{% if messages[-1]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ messages[-1]['content'] }}"
+    )
+    folder = without_template(model_folder, tmp_path, template)
+    status, _, err = chat("the cat", "/stats", model=folder)
+    assert status == 0
+    assert err.count("context unknown]") == 2
 
 
 def test_the_oldest_turns_are_dropped(chat: Any) -> None:
@@ -206,7 +228,7 @@ def test_what_was_said_is_saved_once(chat: Any, tmp_path: Path) -> None:
         ("/drop", "there is nothing to forget"),
         ("/undo", "there is nothing to take back"),
         ("/save", "/save needs the name of a file"),
-        ("/save /no/such/file", "/no/such/file cannot be written"),
+        ("/save /no/such/file", "/no/such/file cannot be written: No such file or directory\n"),
         ("the \udcff", "is not valid UTF-8"),
     ],
 )

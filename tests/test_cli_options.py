@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec import PromptError, cli_options
+from specdec import ConfigError, PromptError, cli_options
 
 
 def parsed(*arguments: str, slots: bool = True) -> argparse.Namespace:
@@ -45,13 +46,38 @@ def test_without_options_sampling_is_greedy() -> None:
         ('{"top_k": 3}', "use --top-k for it"),
         ('{"output_kind": "delta"}', "which the command decides itself"),
         ('{"n": 2}', "which the command decides itself"),
-        ('{"stop_token_idz": [3]}', "did you mean 'stop_token_ids'?"),
+        ('{"stop_token_idz": [3]}', "did you mean 'stop_token_ids'? (it takes: allowed_token_ids,"),
+        ('{"logits_processors": []}', "they are functions, which JSON cannot hold"),
+        ('{"temprature": 1}', "did you mean 'temperature'?"),
+        ('{"best_of": 2}', "best_of=2 is refused: it is gone"),
         ('{"stop_token_ids": [-1]}', "a negative id"),
     ],
 )
 def test_further_parameters_that_cannot_be_are_refused(text: str, said: str) -> None:
-    with pytest.raises(PromptError, match=said.replace("?", r"\?")):
+    with pytest.raises(PromptError, match=re.escape(said)) as caught:
         cli_options.sampling(parsed("--sampling-params", text))
+    assert "detokenize, " not in str(caught.value)  # no list names what is not taken
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1000", 1000),
+        ("1GB", 10**9),
+        ("512MiB", 512 * 2**20),
+        ("4G", 4 * 2**30),
+        ("1.5 kib", 1536),
+        ("2tb", 2 * 10**12),
+    ],
+)
+def test_memory_is_read_with_units(text: str, size: int) -> None:
+    assert cli_options.engine(parsed("--kv-cache-memory", text))["kv_cache_memory"] == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "GB", "4X", "-1", "1e9", "0.1", "1GBB", "9" * 5000])
+def test_memory_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="has to be a number of bytes above 0, such as"):
+        cli_options.engine(parsed(f"--kv-cache-memory={text}"))
 
 
 def test_options_become_arguments_of_an_llm() -> None:

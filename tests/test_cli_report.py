@@ -30,6 +30,20 @@ def test_a_summary_tells_tokens_time_and_what_was_accepted() -> None:
 def test_a_summary_says_why_nothing_was_drafted() -> None:
     metrics = SpeculationMetrics(num_plain_steps=3, skipped={"nothing_proposed": 3})
     assert "nothing was drafted (nothing proposed: 3 steps)" in summary(4, 1.0, metrics)
+    once = SpeculationMetrics(num_plain_steps=1, skipped={"budget": 1})
+    assert summary(1, 1.0, once).startswith("1 token in 1.00 s")
+    assert summary(1, 1.0, once).endswith("(budget: 1 step)")
+
+
+def test_positions_end_where_nothing_was_drafted() -> None:
+    metrics = SpeculationMetrics(
+        num_drafts=2,
+        num_draft_tokens=3,
+        num_accepted_tokens=1,
+        drafted_per_pos=[2, 1, 0, 0],
+        accepted_per_pos=[1, 0, 0, 0],
+    )
+    assert summary(3, 1.0, metrics).endswith("acceptance by position: 0.50, 0.00")
 
 
 def test_plain_decoding_is_summed_up_without_drafts() -> None:

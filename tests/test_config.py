@@ -303,6 +303,8 @@ def test_coupled_drafts_are_refused_with_rules_they_would_bias(rule: str) -> Non
         ("prompt_lookup_maxx", "prompt_lookup_max"),
         ("num_speculative_token", "num_speculative_tokens"),
         ("rejection_sampling_method", "rejection_sample_method"),
+        ("num_spec", "num_speculative_tokens"),
+        ("synthetic", "synthetic_acceptance_rates"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(key: str, near: str) -> None:

@@ -132,11 +132,11 @@ def test_one_priority_is_for_all_and_none_is_zero() -> None:
     assert [r.sequences[0].priority for r in some.requests([[4], [5]], None)] == [0, 0]
 
 
-def test_an_id_of_the_users_takes_the_place_of_the_number() -> None:
+def test_an_id_of_the_users_takes_no_number() -> None:
     some = intake()
     assert [r.request_id for r in some.requests([4], None, request_id="mine")] == ["mine"]
     (numbered,) = some.requests([4], None)
-    assert (numbered.request_id, numbered.sequences[0].request_id) == ("1", "1")
+    assert (numbered.request_id, numbered.sequences[0].request_id) == ("0", "0")
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_a_rule_that_keeps_what_an_edit_excludes_refuses_the_edit(values: dict[s
     ("priority", "said"),
     [
         ([1], "2 prompts but 1 priorities; give one, or one each"),
-        (["1", 2], "priority holds '1'; a priority is an integer, lower first"),
-        ([1.0, 2], "priority holds 1.0"),
-        (True, "priority holds True"),
-        (2**62, "priority holds 4611686018427387904"),
-        (-(2**62), "priority holds -4611686018427387904"),
+        (["1", 2], "priority is '1', but it has to be an integer, lower first"),
+        ([1.0, 2], "priority is 1.0"),
+        (True, "priority is True"),
+        (2**62, "priority is 4611686018427387904"),
+        (-(2**62), "priority is -4611686018427387904"),
     ],
     ids=lambda value: str(value).partition(" at 0x")[0],
 )

@@ -130,21 +130,31 @@ class Silent:
 @pytest.mark.parametrize(
     ("processor", "said"),
     [
-        (failing, r"\(failing\) raised KeyError in the rows for positions 4 to 5: 'no such gr"),
-        (leaving, r"\(leaving\) raised SystemExit in the rows for positions 4 to 5: enough"),
-        (Silent(), r"\(Silent\) returned None; return the logits, also where .* positions 4 to 5"),
-        (resized, r"\(resized\) returned a tensor of shape \[1, 7\]; expected \[2, 7\]"),
-        (lambda r, x: x[:, :-1], r"returned a tensor of shape \[2, 6\]; expected \[2, 7\]"),
-        (lambda r, x: x.double(), r"returned a tensor of dtype torch.float64; expected torch.flo"),
-        (lambda r, x: x.to("meta"), r"returned a tensor of device meta; expected cpu"),
+        (failing, r"\(failing\) raised KeyError in the rows at positions 4 to 5: 'no such gr"),
+        (leaving, r"\(leaving\) raised SystemExit in the rows at positions 4 to 5: enough"),
+        (
+            Silent(),
+            r"\(Silent\) returned None for the rows at positions 4 to 5; return the logits, "
+            r"also where they were edited",
+        ),
+        (resized, r"\(resized\) returned a tensor of shape \[1, 7\] for .*; expected \[2, 7\]$"),
+        (lambda r, x: x[:, :-1], r"returned a tensor of shape \[2, 6\] for .*; expected \[2, 7\]"),
+        (
+            lambda r, x: x.double(),
+            r"returned a tensor of dtype torch.float64 for .*; expected torch.f",
+        ),
+        (lambda r, x: x.to("meta"), r"returned a tensor of device meta for .*; expected cpu"),
         (lambda r, x: x.to_sparse(), r"returned a tensor of layout torch.sparse_coo"),
-        (lambda r, x: x.numpy(), r"returned an object of type ndarray, not a tensor"),
-        (lambda r, x: x * nan, r"returned NaN; to exclude a token set its logit to -inf"),
+        (lambda r, x: x.numpy(), r"returned an object of type ndarray for .*; expected a tensor"),
+        (lambda r, x: x * nan, r"returned NaN for .*; to exclude a token set its logit to -inf"),
         (
             row_by_row(lambda ids, scores: scores[0]),
-            r"raised TypeError in .* it returned \[7\]; ex",
+            r"returned a tensor of shape \[7\] for the row at position 4; expected scores of",
         ),
-        (row_by_row(Silent()), r"\(Silent\) raised TypeError in .* it returned NoneType; expected"),
+        (
+            row_by_row(Silent()),
+            r"\(Silent\) returned None for the row at position 4; expected scores",
+        ),
     ],
 )
 def test_whoever_raises_or_answers_wrongly_is_named(
@@ -154,6 +164,19 @@ def test_whoever_raises_or_answers_wrongly_is_named(
     good: Processor = lambda rows, logits: logits  # noqa: E731  (a lambda is allowed)
     with pytest.raises(ProcessorError, match=rf"^logits_processors\[1\] .*{said}"):
         run_processors([good, processor], rows, logits_of(rows))
+
+
+def test_a_single_row_is_named_by_its_position() -> None:
+    rows = rows_of(drafts=[], output=[4])
+    with pytest.raises(ProcessorError, match=r"for the row at position 4; expected \[1, 7\]$"):
+        run_processors([lambda r, x: x[:, :-1]], rows, logits_of(rows))
+
+
+def test_row_by_row_names_the_row_that_was_answered_wrongly() -> None:
+    rows = rows_of(drafts=[5, 6], output=[4])
+    late = row_by_row(lambda ids, scores: scores if ids.shape[1] < 5 else scores[0])
+    with pytest.raises(ProcessorError, match=r"shape \[7\] for the row at position 5; expected"):
+        run_processors([late], rows, logits_of(rows))
 
 
 def test_an_interrupt_passes() -> None:

@@ -494,7 +494,7 @@ def test_the_description_is_also_written_for_people(
     assert "drafts: 5" in lines
     assert "drawn: deterministic" in lines
     assert "hidden states: embedding, entering layer 2, after the final norm" in lines
-    assert "max context: -" in lines
+    assert "max context: no limit" in lines
     assert "graph safe: no" in lines
     assert "standard: yes" in lines
 

@@ -98,6 +98,7 @@ def test_an_empty_prompt_is_read_and_left_to_the_check_of_lengths() -> None:
         (np.zeros((2, 2, 2), dtype=int), "a prompt of type list cannot be read"),
         ({}, "a prompt with the keys none; it has to have exactly one of prompt, "),
         ({"text": "a"}, "a prompt with the keys text;"),
+        ([{"rol": "user", "content": "a"}], "; a chat message has a 'role' as well"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "the keys prompt, prompt_token_ids"),
         ({"prompt": [1]}, "the key 'prompt' holds list, not text"),
         ({"prompt_token_ids": "abc"}, "'prompt_token_ids' holds str, not a list of token ids"),
@@ -146,6 +147,14 @@ def test_what_a_template_raises_is_a_prompt_error_that_quotes_it(model_folder: P
 @pytest.mark.parametrize("prompts", [USER, [USER], [USER, BOT], [[USER], [USER]], []])
 def test_conversations_are_told_apart(prompts: Any) -> None:
     assert is_chat(prompts)
+
+
+@pytest.mark.parametrize(
+    "prompts", [[{"rol": "user", "content": "a"}], [[USER], [{"rol": "user", "content": "a"}]]]
+)
+def test_a_message_without_a_role_is_named(prompts: Any) -> None:
+    with pytest.raises(PromptError, match=r"^message 0 has no 'role' \(it has 'rol', 'content'\)$"):
+        is_chat(prompts)
 
 
 def generator() -> Iterator[int]:

@@ -40,9 +40,9 @@ def words_only() -> Any:
 
 
 def check(tokenizer: Any = None, vocab_size: int = 10, **asked: Any) -> None:
-    check_edits(
-        SamplingParams(**asked), "prompt 3", vocab_size=vocab_size, eos=EOS, tokenizer=tokenizer
-    )
+    params = SamplingParams(**asked)
+    words = bad_word_ids(params.bad_words, tokenizer, "prompt 3")
+    check_edits(params, "prompt 3", vocab_size=vocab_size, eos=EOS, bad_words=words)
 
 
 @pytest.mark.parametrize(
@@ -102,37 +102,39 @@ def test_edits_that_leave_something_pass(asked: dict[str, Any]) -> None:
 def test_a_word_is_banned_with_a_space_before_it_and_without() -> None:
     tokenizer = byte_level()
     ids = tokenizer.convert_tokens_to_ids
-    assert bad_word_ids(["abc"], tokenizer) == [[ids("abc")], [ids("Ġabc")]]
-    assert bad_word_ids([" abc"], tokenizer) == bad_word_ids(["abc"], tokenizer)
-    assert bad_word_ids(["de"], tokenizer) == [
+    assert bad_word_ids(["abc"], tokenizer, "it") == [[ids("abc")], [ids("Ġabc")]]
+    assert bad_word_ids([" abc"], tokenizer, "it") == bad_word_ids(["abc"], tokenizer, "it")
+    assert bad_word_ids(["de"], tokenizer, "it") == [
         [ids("d"), ids("e")],
         [ids("Ġ"), ids("d"), ids("e")],
     ]
-    assert bad_word_ids(["abc de"], tokenizer) == [
+    assert bad_word_ids(["abc de"], tokenizer, "it") == [
         [ids("abc"), ids("Ġ"), ids("d"), ids("e")],
         [ids("Ġabc"), ids("Ġ"), ids("d"), ids("e")],
     ]
-    assert bad_word_ids(["  "], tokenizer) == [[ids("Ġ")] * 2]
+    assert bad_word_ids(["  "], tokenizer, "it") == [[ids("Ġ")] * 2]
 
 
 def test_a_word_whose_space_makes_no_difference_is_there_once() -> None:
-    assert bad_word_ids(["cat", "cat dog"], words_only()) == [[2], [2, 3]]
-    assert bad_word_ids([], None) == []
+    assert bad_word_ids(["cat", "cat dog"], words_only(), "it") == [[2], [2, 3]]
+    assert bad_word_ids([], None, "it") == []
 
 
 def test_words_that_the_tokenizer_cannot_spell_are_refused() -> None:
     with pytest.raises(PromptError, match="bad_words holds 'mouse', which the tokenizer has no to"):
-        bad_word_ids(["cat", "mouse"], words_only())
+        bad_word_ids(["cat", "mouse"], words_only(), "it")
     with pytest.raises(PromptError, match="bad_words holds '  '"):
-        bad_word_ids(["  "], words_only())
-    assert bad_word_ids(["<unk>"], words_only()) == [[0]]
+        bad_word_ids(["  "], words_only(), "it")
+    assert bad_word_ids(["<unk>"], words_only(), "it") == [[0]]
 
 
 def test_words_of_too_many_tokens_are_refused() -> None:
-    tokenizer = words_only()
-    bad_word_ids(["cat " * 1024], tokenizer)
-    with pytest.raises(PromptError, match=r"bad_words are 1025 tokens .*; 1024 at most"):
-        bad_word_ids(["cat " * 1024, "dog"], tokenizer)
+    tokenizer, longest = words_only(), "cat " * 64
+    bad_word_ids([longest] * 16, tokenizer, "it")
+    with pytest.raises(PromptError, match=r"it: bad_words are 1025 tokens .*; 1024 at most"):
+        bad_word_ids([*[longest] * 16, "dog"], tokenizer, "it")
+    with pytest.raises(PromptError, match=r"it: bad_words holds 'cat .*, which is 65 tokens; 64"):
+        bad_word_ids([longest + "cat"], tokenizer, "it")
 
 
 def test_stop_texts_need_a_tokenizer() -> None:

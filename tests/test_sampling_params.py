@@ -196,10 +196,17 @@ def test_values_that_ask_for_nothing_pass() -> None:
         structured_outputs=None,
         use_beam_search=False,
         spaces_between_special_tokens=True,
-        extra_args={},
+        extra_args=None,
+        seed=-1,
     )
     assert pasted == SamplingParams()
     assert SamplingParams(logit_bias={}, stop=None, logits_processors=[]) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_json", "response_format"])
+def test_an_empty_grammar_is_a_grammar(name: str) -> None:
+    with pytest.raises(PromptError, match=f"{name}={{}} is refused"):
+        SamplingParams(**{name: {}})
 
 
 def test_numbers_of_numpy_and_torch_become_pythons() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from specdec import LLM, RequestOutput, SamplingParams, SpecdecError, SpeculationMetrics
+from specdec.cli_options import quiet
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ROOT / "benchmarks" / "prompts.json"
@@ -64,6 +65,7 @@ def main() -> int:
     idle = (os.cpu_count() or 1) - round(os.getloadavg()[0])
     torch.set_num_threads(max(1, min(torch.get_num_threads(), idle)))
     args.model = args.model or offline_model()
+    quiet()
 
     kinds: dict[str, list[str]] = json.loads(PROMPTS.read_text(encoding="utf-8"))
     ways = {
@@ -72,7 +74,7 @@ def main() -> int:
     }
     print(
         f"loading {args.model}, plain and with {args.speculative_config!r}; "
-        f"{torch.get_num_threads()} threads; about three minutes on a laptop",
+        f"{torch.get_num_threads()} threads; about three minutes on a quiet laptop",
         flush=True,
     )
     differing = []
@@ -105,12 +107,17 @@ def main() -> int:
                     flush=True,
                 )
         metrics, lossless = ours.metrics, ours.lossless
+    print("\nEach ran once: on a busy machine rates and gains scatter; specdec bench repeats them.")
     drafts = metrics.num_drafts - warm.num_drafts or 1
     accepted = metrics.num_accepted_tokens - warm.num_accepted_tokens
     print(f"\n{accepted} of {metrics.num_draft_tokens - warm.num_draft_tokens} drafts accepted")
     print("accepted by position (of the steps with drafts):")
     before = [*warm.accepted_per_pos, *[0] * len(metrics.accepted_per_pos)]
-    for position, count in enumerate(metrics.accepted_per_pos):
+    for position, (count, drafted) in enumerate(
+        zip(metrics.accepted_per_pos, metrics.drafted_per_pos, strict=True)
+    ):
+        if not drafted:
+            break
         share = (count - before[position]) / drafts
         print(f"  {position + 1}  {share:5.1%}  {'█' * round(40 * share)}")
     if not lossless:

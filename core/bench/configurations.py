@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from specdec import plugins
 from specdec.config import SpeculativeConfig
 from specdec.errors import ConfigError
 
@@ -47,6 +48,12 @@ def configurations(texts: Sequence[str], *, baseline: bool) -> list[Configuratio
     """
     found = [Configuration(BASELINE, None, None)] if baseline else []
     for number, text in enumerate(texts, start=1):
+        if text.strip().lower() == BASELINE:
+            leave_out = f"-sc {BASELINE}" if baseline else f"-sc {BASELINE} and --no-baseline"
+            raise ConfigError(
+                f"{text!r} is no speculator: plain decoding is always measured as the baseline; "
+                f"leave {leave_out} out"
+            )
         config = SpeculativeConfig.parse(text)
         assert config is not None  # a text is no plain decoding
         name = text if len(text) <= _LONGEST_NAME else f"{config.method or config.model} ({number})"
@@ -56,3 +63,10 @@ def configurations(texts: Sequence[str], *, baseline: bool) -> list[Configuratio
     if not found:
         raise ConfigError("--no-baseline without --speculative-config leaves nothing to measure")
     return found
+
+
+def check_methods(compared: Sequence[Configuration]) -> None:
+    """Raise PluginError where a method is not installed, before any model is loaded."""
+    for one in compared:
+        if one.config is not None and isinstance(one.config.method, str):
+            plugins.find(one.config.method)

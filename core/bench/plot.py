@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.cli_report import drafted_shares
 from specdec.errors import ConfigError, listed
 
 SUFFIXES = (".pdf", ".png", ".svg")
@@ -43,7 +44,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         _speed(speed, of_row, names)
         _acceptance(acceptance, of_row, names)
         speed.set_title(f"temperature {temperature:g}")
-    title = str(found["model"]) + (" (partial)" if found["partial"] else "")
+    title = _model(str(found["model"])) + (" (partial)" if found["partial"] else "")
     figure.suptitle(title, parse_math=False)
     figure.savefig(path, dpi=150)
 
@@ -80,7 +81,7 @@ def _acceptance(axes: Any, cells: list[Mapping[str, Any]], names: list[str]) -> 
     axes.set_ylim(0, 1)
     least = min(cell["concurrency"] for cell in cells)
     for cell in cells:
-        shares = cell["speculation"]["acceptance_rate_per_pos"]
+        shares = drafted_shares(cell["speculation"])
         if shares and cell["concurrency"] == least:
             number = names.index(cell["configuration"])
             label = _label(cell["configuration"])
@@ -89,6 +90,12 @@ def _acceptance(axes: Any, cells: list[Mapping[str, Any]], names: list[str]) -> 
     if axes.lines:
         axes.set_xticks(range(1, 1 + max(len(line.get_xdata()) for line in axes.lines)))
         axes.legend()
+
+
+def _model(name: str) -> str:
+    """Name a model: a folder without where it lies, a Hub id as it is."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name
 
 
 def _label(name: str) -> str:

@@ -11,7 +11,7 @@ import attrs
 
 from specdec.bench.measurement import Run, Setting
 from specdec.bench.summary import cells
-from specdec.cli_report import table
+from specdec.cli_report import positions, table
 
 FORMAT = 1  # of the JSON; raised when a key changes its meaning
 _SETTING = ("configuration", "T", "c")
@@ -170,9 +170,9 @@ def _acceptance(part: Mapping[str, Any]) -> tuple[str, str, str, str]:
     numbers = part["speculation"]
     return (
         f"{numbers['tokens_per_step']:.2f}",
-        f"{numbers['mean_acceptance_length']:.2f}",
+        f"{numbers['mean_acceptance_length']:.2f}" if numbers["num_drafts"] else "-",
         f"{numbers['num_accepted_tokens']} / {numbers['num_draft_tokens']}",
-        " ".join(f"{share:.2f}" for share in numbers["acceptance_rate_per_pos"]) or "-",
+        " ".join(positions(numbers)) or "-",
     )
 
 

@@ -12,6 +12,7 @@ import attrs
 
 from specdec._structure import shown
 from specdec.chat.conversation import Conversation
+from specdec.cli_options import why
 from specdec.errors import PromptError, listed
 
 FORMS = ("turns", "prompt", "messages")
@@ -50,7 +51,7 @@ def read(path: Path) -> list[Task]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read: {error}") from error
+        raise PromptError(f"{path} cannot be read: {why(error)}") from error
     tasks = []
     for number, line in enumerate(lines, start=1):
         if line.strip():

@@ -83,17 +83,16 @@ class Chat:
         self.answers += 1
         self.tokens += len(completion.token_ids)
         self.seconds += seconds
-        used = len(ids) + len(completion.token_ids)
         if aborted:
             self.say("(aborted; what was said is kept)")
         elif completion.finish_reason == "length":
-            full = used >= limit
+            full = len(ids) + len(completion.token_ids) >= limit
             why = "the context is full" if full else "--max-tokens allows no more"
             self.say(f"(cut off: {why})")
         line = cli_report.summary(
             len(completion.token_ids), seconds, last.metrics.speculative_decoding
         )
-        self.say(f"[{line}; context {used} of {limit}]")
+        self.say(f"[{line}; {self.context()}]")
 
     def _stream(self, ids: list[int]) -> RequestOutput | None:
         """Print the answer as it grows; returns its last state, None if it never had one."""
@@ -123,9 +122,18 @@ class Chat:
         """Return the numbers of the whole chat as a line."""
         metrics: SpeculationMetrics = self.llm.metrics
         line = cli_report.summary(self.tokens, self.seconds, metrics)
-        turns = self.conversation.turns
-        used = len(self.tokens_in(self.conversation.prompt())) if turns else 0
-        return (
-            f"answers: {self.answers}; {line}; turns remembered: {len(turns)}, context {used} of "
-            f"{self.llm.max_model_len}"
-        )
+        turns = len(self.conversation.turns)
+        return f"answers: {self.answers}; {line}; turns remembered: {turns}, {self.context()}"
+
+    def context(self) -> str:
+        """Return how many tokens the next prompt would hold but for its message.
+
+        It is what is remembered, rendered anew: an answer may render to other tokens than those
+        that the model drew, and templates drop what they like.
+        """
+        prompt = self.conversation.prompt()
+        try:
+            used = len(self.tokens_in(prompt)) if prompt else 0
+        except PromptError:  # a template may refuse to end with an answer
+            return "context unknown"
+        return f"context {used} of {self.llm.max_model_len}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from specdec._structure import shown
-from specdec.cli_options import check_text, digits
+from specdec.cli_options import check_text, digits, why
 from specdec.errors import PromptError, nearest
 from specdec.prompts import read_prompts
 
@@ -118,7 +118,7 @@ def _save(chat: Chat, name: str) -> None:
     except FileExistsError as error:
         raise PromptError(f"{name} is there already; give a new name") from error
     except (OSError, ValueError) as error:  # ValueError: no name that a file can have
-        raise PromptError(f"{name} cannot be written: {error}") from error
+        raise PromptError(f"{name} cannot be written: {why(error)}") from error
     chat.saved.add(path.resolve())
     chat.say(f"(turns saved in {name}: {len(chat.conversation.turns)})")
 

@@ -14,7 +14,7 @@ from torch import nn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.runner.linear import RowBlocks
+    from specdec.runner.row_blocks import RowBlocks
 
 _HOMES = ("transformers.activations", "torch.nn.modules.activation")
 

@@ -24,7 +24,8 @@ from specdec.runner.kv_cache import KVSpec
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from specdec.runner.attention_plan import AttentionPlan, Tile
+    from specdec.runner.attention_plan import AttentionPlan
+    from specdec.runner.attention_tile import Tile
     from specdec.runner.kv_cache import PagedKVCache
 
 NAME = "specdec_paged"
@@ -88,10 +89,10 @@ def paged_attention(
     context.calls += 1
     if context.cache is None or context.plan is None:
         return _record(context, module, query, key, value, sliding_window), None
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    k_cache, v_cache = context.cache.k(layer), context.cache.v(layer)
-    k_cache.index_copy_(0, context.plan.slots, key[0].transpose(0, 1))
-    v_cache.index_copy_(0, context.plan.slots, value[0].transpose(0, 1))
+    plan, layer = context.plan, int(module.layer_idx)  # type: ignore[arg-type]
+    k_cache, v_cache = context.cache.by_head(layer)
+    k_cache.index_copy_(2, plan.slots, key.transpose(0, 1))
+    v_cache.index_copy_(2, plan.slots, value.transpose(0, 1))
 
     rule = _Rule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -100,29 +101,20 @@ def paged_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    rows = query[0].transpose(0, 1)  # [rows, query heads, k_dim]
-    out: Tensor | None = None
-    for tile in context.plan.tiles:
-        attended = (_attend_exactly if tile.exact else _attend)(rows, k_cache, v_cache, tile, rule)
-        if context.plan.complete:
-            return attended[None], None
-        if out is None:
-            # Zeros: rows of no request must stay finite in the layers that follow.
-            out = attended.new_zeros(context.plan.rows, *attended.shape[1:])
-        if tile.row_slice is not None:
-            out[tile.row_slice] = attended
-        else:
-            assert tile.out_rows is not None
-            out.index_copy_(0, tile.out_rows, attended)
-    if out is None:
-        out = query.new_zeros(context.plan.rows, query.shape[1], value.shape[-1])
-    return out[None], None
+    rows = query.transpose(1, 2)  # [1, rows, query heads, k_dim]
+    if not plan.tiles:
+        return value.new_zeros(*rows.shape[:3], value.shape[-1]), None
+    parts = [
+        (_attend_exactly if tile.exact else _attend)(rows, k_cache, v_cache, tile, rule)
+        for tile in plan.tiles
+    ]
+    return plan.assemble(parts), None
 
 
 AttentionInterface.register(NAME, paged_attention)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Rule:
     """How one layer scores and hides keys."""
 
@@ -158,49 +150,85 @@ def _record(
 
 
 def _attend(rows: Tensor, k_cache: Tensor, v_cache: Tensor, tile: Tile, rule: _Rule) -> Tensor:
-    """Attention of one tile: [real rows of the tile, query heads, v_dim]."""
-    n, q, heads, kv_heads = tile.entries, tile.q, rows.shape[1], k_cache.shape[1]
-    group = heads // kv_heads
-    queries = _pick(rows, tile).view(n, q, kv_heads, group, -1)
-    if tile.key_slice is not None:
-        k, v = k_cache[tile.key_slice][None], v_cache[tile.key_slice][None]
-    else:
-        index = tile.key_index.reshape(-1)
-        k = k_cache.index_select(0, index).view(n, tile.keys, kv_heads, -1)
-        v = v_cache.index_select(0, index).view(n, tile.keys, kv_heads, -1)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv heads, keys, dim]
+    """Attention of one tile: [1, real rows of the tile, query heads, v_dim].
 
+    rows: [1, rows, query heads, k_dim]. Caches are [kv heads, 1, slots, dim].
+    """
     if tile.chunk:
-        # Query heads of one key head stand side by side: the mask is shared by all of them.
-        queries = queries[0].permute(1, 2, 0, 3)  # [kv heads, group, q, k_dim]
-        k = k[0][:, None].expand(-1, group, -1, -1)
-        v = v[0][:, None].expand(-1, group, -1, -1)
-        causal = tile.keys == q and not rule.limits(tile.keys)
-        mask = None if causal and rule.plain else tile.mask(rule.window, rule.chunk, rows.dtype)
-        sinks = _sinks(rule, kv_heads, group, q)
-        out = _softmax_attention(queries, k, v, mask, rule, sinks, causal=mask is None)
-        return out.permute(2, 0, 1, 3).reshape(q, heads, -1)
-
+        return _attend_chunk(rows, k_cache, v_cache, tile, rule)
     # Query heads of one key head become further query rows: keys are not repeated, and a product
     # of one row becomes one of `group` rows.
-    queries = queries.permute(0, 2, 3, 1, 4).reshape(n, kv_heads, group * q, -1)
+    q, heads, kv_heads = tile.q, rows.shape[2], k_cache.shape[0]
+    queries = _folded(_pick(rows, tile), tile, kv_heads)
+    group = heads // kv_heads
+    sinks = _folded_sinks(rule, kv_heads, group, q)
     mask = None
-    if not (q == 1 and not tile.padded_keys and not rule.limits(tile.keys)):
-        mask = tile.folded_mask(rule.window, rule.chunk, rows.dtype, group)
-    out = _softmax_attention(queries, k, v, mask, rule, _folded_sinks(rule, kv_heads, group, q))
-    out = out.view(n, kv_heads, group, q, -1).permute(0, 3, 1, 2, 4)
-    return _real(out.reshape(n * q, heads, -1), tile)
+    if tile.firsts is None:
+        if q > 1 or tile.padded_keys or rule.limits(tile.keys):
+            mask = tile.folded_mask(rule.window, rule.chunk, rows.dtype, group)
+        k, v = tile.gathered(k_cache, "k"), tile.gathered(v_cache, "v")
+        out = _softmax_attention(queries.squeeze(2), k, v, mask, rule, sinks)
+    else:
+        # Key heads become the batch: the answer then is contiguous.
+        if sinks is not None:
+            sinks = sinks[:, None]
+        answers = []
+        spans = tile.spans(rule.window, rule.chunk)
+        for i, (own, (first, slot, keys)) in enumerate(zip(queries.unbind(0), spans, strict=True)):
+            if q > 1:
+                mask = tile.folded_mask(rule.window, rule.chunk, rows.dtype, group)[i]
+                mask = mask[..., first : first + keys]
+            k, v = k_cache.narrow(2, slot, keys), v_cache.narrow(2, slot, keys)
+            answers.append(_softmax_attention(own, k, v, mask, rule, sinks))
+        out = answers[0] if len(answers) == 1 else torch.stack(answers)
+    return _unfolded(out, tile, kv_heads, heads)
+
+
+def _attend_chunk(
+    rows: Tensor, k_cache: Tensor, v_cache: Tensor, tile: Tile, rule: _Rule
+) -> Tensor:
+    q, heads, kv_heads = tile.q, rows.shape[2], k_cache.shape[0]
+    group = heads // kv_heads
+    # Query heads of one key head stand side by side: the mask is shared by all of them.
+    queries = _pick(rows, tile).view(q, kv_heads, group, -1).permute(1, 2, 0, 3)
+    if tile.firsts is None:
+        k = tile.gathered(k_cache, "k")[0][:, None]
+        v = tile.gathered(v_cache, "v")[0][:, None]
+    else:
+        slot = int(tile.firsts[0])
+        k, v = k_cache.narrow(2, slot, tile.keys), v_cache.narrow(2, slot, tile.keys)
+    k, v = k.expand(-1, group, -1, -1), v.expand(-1, group, -1, -1)
+    causal = tile.keys == q and not rule.limits(tile.keys)
+    mask = None if causal and rule.plain else tile.mask(rule.window, rule.chunk, rows.dtype)
+    sinks = _sinks(rule, kv_heads, group, q)
+    out = _softmax_attention(queries, k, v, mask, rule, sinks, causal=mask is None)
+    return out.permute(2, 0, 1, 3).reshape(1, q, heads, -1)
 
 
 def _pick(rows: Tensor, tile: Tile) -> Tensor:
-    """Rows of the tile, padded ones included: [n * q, query heads, k_dim], contiguous."""
-    if tile.row_slice is not None:
-        return rows[tile.row_slice].contiguous()
-    return rows.index_select(0, tile.q_index.reshape(-1))
+    """Rows of the tile, padded ones included: [1, n * q, query heads, k_dim]."""
+    if tile.row_slice is None:
+        return rows.index_select(1, tile.q_index)
+    first, count = tile.row_slice
+    return rows if count == rows.shape[1] else rows.narrow(1, first, count)
 
 
-def _real(out: Tensor, tile: Tile) -> Tensor:
-    return out if tile.out_from is None else out.index_select(0, tile.out_from)
+def _folded(picked: Tensor, tile: Tile, kv_heads: int) -> Tensor:
+    """Query heads of one key head as further rows: [n, kv heads, 1, group * q, k_dim]."""
+    n, q, (_, _, heads, dim) = tile.entries, tile.q, picked.shape
+    if q == 1:
+        return picked.reshape(n, kv_heads, 1, heads // kv_heads, dim)
+    queries = picked.reshape(n, q, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+    return queries.reshape(n, kv_heads, 1, -1, dim)
+
+
+def _unfolded(out: Tensor, tile: Tile, kv_heads: int, heads: int) -> Tensor:
+    """Answers of folded rows as rows of the tile, without padding: [1, .., query heads, v_dim]."""
+    n, q, dim = tile.entries, tile.q, out.shape[-1]
+    if q > 1:
+        out = out.reshape(n, kv_heads, heads // kv_heads, q, dim).permute(0, 3, 1, 2, 4)
+    out = out.reshape(1, n * q, heads, dim)
+    return out if tile.out_from is None else out.index_select(1, tile.out_from)
 
 
 def _sinks(rule: _Rule, kv_heads: int, group: int, q: int) -> Tensor | None:
@@ -253,14 +281,11 @@ def _attend_exactly(
     Every product has a fixed shape (QUERY_TILE rows of a head, KEY_BLOCK keys) and blocks of keys
     are added up in order, so further blocks, all hidden, add exact zeros.
     """
-    n, q, heads, kv_heads = tile.entries, tile.q, rows.shape[1], k_cache.shape[1]
+    n, q, heads, kv_heads = tile.entries, tile.q, rows.shape[2], k_cache.shape[0]
     group = heads // kv_heads
-    queries = _pick(rows, tile).view(n, q, kv_heads, group, -1).permute(0, 2, 3, 1, 4)
-    queries = queries.reshape(n * kv_heads, group * q, -1)
+    queries = _folded(_pick(rows, tile), tile, kv_heads).flatten(0, 2)
     # Contiguous per head, also for one entry: a view's strides would choose another kernel.
-    index = tile.head_index(kv_heads)
-    k = k_cache.flatten(0, 1).index_select(0, index).view(n * kv_heads, tile.keys, -1)
-    v = v_cache.flatten(0, 1).index_select(0, index).view(n * kv_heads, tile.keys, -1)
+    k, v = tile.gathered_by_head(k_cache, "k"), tile.gathered_by_head(v_cache, "v")
     mask = tile.folded_mask(rule.window, rule.chunk, rows.dtype, group)
     sinks = _folded_sinks(rule, kv_heads, group, q)
 
@@ -282,5 +307,4 @@ def _attend_exactly(
         out = out + torch.bmm(weights.flatten(0, 1), values).view(n, kv_heads, group * q, -1)
     if sinks is not None:
         total = total + (sinks.to(top.dtype) - top).exp_()
-    out = (out / total).view(n, kv_heads, group, q, -1).permute(0, 3, 1, 2, 4)
-    return _real(out.reshape(n * q, heads, -1), tile)
+    return _unfolded(out / total, tile, kv_heads, heads)

@@ -1,112 +1,34 @@
 """Which rows attend over which cache slots: worked out once per forward, used by every layer.
 
-A *tile* is one attention call. Decoding requests, which have a few rows each, share tiles, padded
-to the longest; a prefill chunk is a tile of its own, so that it pays for no padding.
+A request's keys are read where they lie if they are one run of slots, and gathered otherwise, or
+if they are so few that one call for several requests is worth the copy. A prefill chunk is a tile
+of its own, so that it pays for no padding.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from specdec.runner.attention_tile import Pieces, Tile, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+Ints = NDArray[np.int64]
+
 FEW_ROWS = 16  # a prompt's rows are a chunk of their own only if they are more than this
 KEY_BLOCK = 256  # deterministic: key lengths are multiples of this
 QUERY_TILE = 8  # deterministic: query rows of one tile entry, always exactly this many
-_SMALL_CONTEXT = 256  # below this, padding keys costs less than another call
-
-
-class Tile:
-    """Some requests' rows and the keys they may see.
-
-    Padded query rows repeat the entry's last row, padded keys repeat its last key (masked), so
-    nothing is read that the request did not write and no row is without a visible key.
-    """
-
-    def __init__(
-        self,
-        q_index: Tensor,  # [n, q] rows
-        q_positions: Tensor,  # [n, q]
-        key_index: Tensor,  # [n, keys] cache slots
-        key_positions: Tensor,  # [n, keys]; a padded key has a position no row reaches
-        *,
-        out_from: Tensor | None,  # [m] index into n * q of every real row; None: all, in order
-        out_rows: Tensor | None,  # [m] the row each of them is; None: those of `row_slice`
-        chunk: bool,  # one prefill chunk
-        exact: bool,  # deterministic and not a chunk
-        padded_keys: bool,
-        key_slice: slice | None,  # the keys as one run of slots, where they are one
-        row_slice: slice | None,  # the rows as one run without padding, where they are one
-    ) -> None:
-        self.q_index = q_index
-        self.key_index = key_index
-        self.out_from = out_from
-        self.out_rows = out_rows
-        self.chunk = chunk
-        self.exact = exact
-        self.padded_keys = padded_keys
-        self.key_slice = key_slice
-        self.row_slice = row_slice
-        self._q_positions = q_positions
-        self._key_positions = key_positions
-        self._masks: dict[tuple[int | None, int | None, torch.dtype], Tensor] = {}
-        self._folded: dict[tuple[int | None, int | None, torch.dtype, int], Tensor] = {}
-        self._head_index: dict[int, Tensor] = {}
-
-    @property
-    def entries(self) -> int:
-        """Requests (or pieces of them) in this tile."""
-        return self.q_index.shape[0]
-
-    @property
-    def q(self) -> int:
-        """Query rows per entry, padding included."""
-        return self.q_index.shape[1]
-
-    @property
-    def keys(self) -> int:
-        """Keys per entry, padding included."""
-        return self.key_index.shape[1]
-
-    def mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [n, q, keys]: 0 where the key is visible, -inf elsewhere."""
-        key = (window, chunk, dtype)
-        if key not in self._masks:
-            q, k = self._q_positions[:, :, None], self._key_positions[:, None, :]
-            hidden = k > q
-            if window is not None:
-                hidden |= k <= q - window
-            if chunk is not None:
-                hidden |= k // chunk != q // chunk
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))
-        return self._masks[key]
-
-    def folded_mask(
-        self, window: int | None, chunk: int | None, dtype: torch.dtype, group: int
-    ) -> Tensor:
-        """The mask for `group` query heads laid out as further rows: [n, 1, group * q, keys]."""
-        key = (window, chunk, dtype, group)
-        if key not in self._folded:
-            mask = self.mask(window, chunk, dtype)[:, None].expand(-1, group, -1, -1)
-            self._folded[key] = mask.reshape(self.entries, 1, group * self.q, self.keys)
-        return self._folded[key]
-
-    def head_index(self, heads: int) -> Tensor:
-        """Rows of a cache viewed as [slots * heads, dim], ordered [n, heads, keys]."""
-        if heads not in self._head_index:
-            offsets = torch.arange(heads, device=self.key_index.device)
-            index = self.key_index[:, None, :] * heads + offsets[None, :, None]
-            self._head_index[heads] = index.reshape(-1)
-        return self._head_index[heads]
+# Up to so many keys, padding and copying them costs less than another call.
+_SMALL_CONTEXT = 256
+_FEW_REQUESTS = 2  # and so many requests are not worth a copy
 
 
 @attrs.frozen(eq=False)
@@ -114,155 +36,137 @@ class AttentionPlan:
     """Where this forward's rows are stored and how they attend."""
 
     rows: int
+    real: int  # rows of requests; those that follow are padding
     slots: Tensor  # [rows] where each row's key and value go; block 0 for padding rows
     tiles: list[Tile]
-    complete: bool  # one tile yields every row in order
+    order: Tensor | None  # [rows] the tiles' rows, one after the other, for each; None: as they are
+    _zeros: dict[tuple[int, ...], Tensor] = attrs.field(factory=dict, init=False)
 
+    def assemble(self, parts: list[Tensor]) -> Tensor:
+        """The tiles' answers, [1, .., heads, dim] each, by row: [1, rows, heads, dim].
 
-@attrs.frozen
-class _Piece:
-    """Rows start .. start + count of one request; its first row sits at `position`."""
-
-    request: int
-    start: int
-    count: int
-    position: int
-
-    @property
-    def context(self) -> int:
-        return self.position + self.count
+        Padding rows are zeros: they must stay finite in the layers that follow.
+        """
+        if self.real < self.rows:
+            shape = (1, self.rows - self.real, *parts[0].shape[2:])
+            if shape not in self._zeros:
+                self._zeros[shape] = parts[0].new_zeros(shape)
+            parts = [*parts, self._zeros[shape]]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return out if self.order is None else out.index_select(1, self.order)
 
 
 def plan_attention(
     positions: Tensor,
-    query_start: Sequence[int],
-    context: Sequence[int],
+    query_start: Sequence[int] | Ints,
+    context: Sequence[int] | Ints,
     block_tables: Tensor,
     block_size: int,
     *,
     deterministic: bool,
-    is_prefill: Sequence[bool] | None = None,
+    is_prefill: Sequence[bool] | NDArray[np.bool_] | None = None,
 ) -> AttentionPlan:
     """Lay out one forward. Arguments as in `Rows`; each request's positions are consecutive."""
     device = positions.device
-    rows, batch = positions.shape[0], len(query_start) - 1
-    counts = [query_start[i + 1] - query_start[i] for i in range(batch)]
-    real = query_start[-1]
-    request = torch.repeat_interleave(
-        torch.arange(batch, device=device), torch.tensor(counts, device=device), output_size=real
-    )
-    slots = torch.zeros(rows, dtype=torch.int64, device=device)
-    slots[:real] = _slots(block_tables, request, positions[:real], block_size)
+    start, seen = np.asarray(query_start, np.int64), np.asarray(context, np.int64)
+    count = np.diff(start)
+    rows, real, batch = positions.shape[0], int(start[-1]), len(count)
+    request = torch.from_numpy(np.repeat(np.arange(batch), count)).to(device)
+    slots = slots_of(block_tables, request, positions[:real], block_size)
+    if real < rows:
+        slots = torch.cat([slots, slots.new_zeros(rows - real)])
 
-    few: list[_Piece] = []
-    chunks: list[_Piece] = []
-    chunked = are_chunks(query_start, is_prefill)
-    for i, count in enumerate(counts):
-        first = context[i] - count
-        if chunked[i]:
-            chunks.append(_Piece(i, query_start[i], count, first))
-        elif deterministic:
-            few += [
-                _Piece(i, query_start[i] + j, min(QUERY_TILE, count - j), first + j)
-                for j in range(0, count, QUERY_TILE)
-            ]
-        elif count:
-            few.append(_Piece(i, query_start[i], count, first))
-    tiles = [
-        _tile([piece], block_tables, block_size, device, chunk=True, exact=False)
-        for piece in chunks
-    ]
-    tiles += [
-        _tile(group, block_tables, block_size, device, chunk=False, exact=deterministic)
-        for group in _by_context(few)
-    ]
-    complete = len(tiles) == 1 and tiles[0].row_slice == slice(0, rows)
-    return AttentionPlan(rows, slots, tiles, complete)
+    pieces = Pieces(np.arange(batch), start[:-1], count, seen - count)
+    chunked = are_chunks(start, is_prefill)
+    firsts = _firsts(block_tables, seen, block_size)
+
+    def tile(which: Pieces, q: int, *, chunk: bool = False, runs: bool = False) -> Tile:
+        exact = deterministic and not chunk
+        keys = int(which.context.max())
+        if exact:
+            keys = -(-keys // KEY_BLOCK) * KEY_BLOCK
+        return Tile(
+            which, block_tables, block_size, q=q, keys=keys, chunk=chunk, exact=exact,
+            firsts=firsts[which.request] if runs else None,
+        )  # fmt: skip
+
+    tiles = []
+    for i in np.flatnonzero(chunked):
+        runs = bool(firsts[i] >= 0)
+        tiles.append(tile(pieces[i : i + 1], int(count[i]), chunk=True, runs=runs))
+    few = pieces[~chunked & (count > 0)]
+    if deterministic:
+        tiles += [tile(group, QUERY_TILE) for group in _by_context(_cut(few))]
+    else:
+        short = few.context <= _SMALL_CONTEXT
+        in_place = (firsts[few.request] >= 0) & ~(short & (short.sum() > _FEW_REQUESTS))
+        single = few.count == 1  # they need neither a mask nor padding to others' drafts
+        for group in (few[in_place & single], few[in_place & ~single]):
+            if len(group):
+                tiles.append(tile(group, int(group.count.max()), runs=True))
+        for group in _by_context(few[~in_place]):
+            tiles.append(tile(group, int(group.count.max())))
+    return AttentionPlan(rows, real, slots, tiles, _order(tiles, rows, real, device))
 
 
-def are_chunks(query_start: Sequence[int], is_prefill: Sequence[bool] | None) -> list[bool]:
+def are_chunks(
+    query_start: Sequence[int] | Ints, is_prefill: Sequence[bool] | NDArray[np.bool_] | None
+) -> NDArray[np.bool_]:
     """Which requests are prefill chunks, [batch].
 
     Not by the number of rows alone: a request whose many drafts are verified has to be computed
     as one with few, or its logits would depend on their number.
     """
-    long = [end - start > FEW_ROWS for start, end in pairwise(query_start)]
-    if is_prefill is None:
-        return long
-    return [a and b for a, b in zip(long, is_prefill, strict=True)]
+    long: NDArray[np.bool_] = np.diff(np.asarray(query_start)) > FEW_ROWS
+    return long if is_prefill is None else long & np.asarray(is_prefill, bool)
 
 
-def _slots(tables: Tensor, request: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    return tables[request, positions // block_size] * block_size + positions % block_size
+def _firsts(block_tables: Tensor, context: Ints, block_size: int) -> Ints:
+    """The slot of each request's first key if its keys are one run of slots, else -1: [batch].
+
+    Only looked for on a CPU: on a device it would wait for the tables.
+    """
+    none = np.full(len(context), -1, np.int64)
+    if block_tables.device.type != "cpu" or not len(context):
+        return none
+    used = -(-context // block_size)
+    tables = block_tables.numpy()[:, : max(int(used.max()), 1)]
+    follows = tables[:, 1:] == tables[:, :-1] + 1
+    run = (follows | (np.arange(1, tables.shape[1]) >= used[:, None])).all(1)
+    return np.where(run, tables[:, 0] * block_size, none)
 
 
-def _by_context(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Group pieces so that padding keys at most doubles the work. Longest contexts first."""
-    groups: list[list[_Piece]] = []
-    for piece in sorted(pieces, key=lambda piece: -piece.context):
-        longest = groups[-1][0].context if groups else 0
-        if groups and longest <= max(_SMALL_CONTEXT, 2 * piece.context):
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
-    # Rows in order again: a uniform batch then needs no reordering.
-    return [sorted(group, key=lambda piece: piece.start) for group in groups]
-
-
-def _tile(
-    pieces: list[_Piece],
-    block_tables: Tensor,
-    block_size: int,
-    device: torch.device,
-    *,
-    chunk: bool,
-    exact: bool,
-) -> Tile:
-    q = QUERY_TILE if exact else max(piece.count for piece in pieces)
-    keys = max(piece.context for piece in pieces)
-    if exact:
-        keys = -(-keys // KEY_BLOCK) * KEY_BLOCK
-
-    host = np.array([[p.request, p.start, p.count, p.position] for p in pieces], dtype=np.int64)
-    request, start, count, position = torch.from_numpy(host).to(device).unbind(1)
-    step = torch.minimum(torch.arange(q, device=device), count[:, None] - 1)  # [n, q]
-    last = (position + count - 1)[:, None]  # [n, 1]
-    key = torch.arange(keys, device=device)[None]  # [1, keys]
-    key_index = _slots(block_tables, request[:, None], torch.minimum(key, last), block_size)
-
-    padded_rows = any(piece.count != q for piece in pieces)
-    follow = all(a.start + a.count == b.start for a, b in pairwise(pieces))
-    run = follow and not padded_rows
-    out_from = out_rows = None
-    if not run:
-        counts = host[:, 2]
-        entry = np.repeat(np.arange(len(pieces)), counts)
-        within = np.arange(len(entry)) - (np.cumsum(counts) - counts)[entry]
-        out_rows = torch.from_numpy(host[entry, 1] + within).to(device)
-        if padded_rows:
-            out_from = torch.from_numpy(entry * q + within).to(device)
-    return Tile(
-        start[:, None] + step,
-        position[:, None] + step,
-        key_index,
-        # A padded key lies beyond every row of its entry, so causality alone hides it.
-        key.expand(len(pieces), keys),
-        out_from=out_from,
-        out_rows=out_rows,
-        chunk=chunk,
-        exact=exact,
-        padded_keys=any(piece.context != keys for piece in pieces),
-        key_slice=_run(key_index) if not exact else None,
-        row_slice=slice(pieces[0].start, pieces[-1].start + pieces[-1].count) if run else None,
+def _cut(pieces: Pieces) -> Pieces:
+    """The pieces in pieces of QUERY_TILE rows."""
+    parts = -(-pieces.count // QUERY_TILE)
+    whole = pieces[np.repeat(np.arange(len(pieces)), parts)]
+    skipped = QUERY_TILE * (np.arange(len(whole)) - np.repeat(np.cumsum(parts) - parts, parts))
+    return Pieces(
+        whole.request,
+        whole.start + skipped,
+        np.minimum(whole.count - skipped, QUERY_TILE),
+        whole.position + skipped,
     )
 
 
-def _run(key_index: Tensor) -> slice | None:
-    """One run of slots needs no gather. Only looked for on the CPU: on a device it would sync."""
-    if key_index.device.type != "cpu" or key_index.shape[0] != 1:
+def _by_context(pieces: Pieces) -> list[Pieces]:
+    """Group pieces so that padding keys at most doubles the work. Longest contexts first."""
+    groups = []
+    order = np.argsort(-pieces.context, kind="stable")
+    while len(order):
+        context = pieces.context[order]
+        fits = int((context[0] <= np.maximum(_SMALL_CONTEXT, 2 * context)).sum())
+        # Rows in order again: a uniform batch then needs no reordering.
+        groups.append(pieces[np.sort(order[:fits])])
+        order = order[fits:]
+    return groups
+
+
+def _order(tiles: list[Tile], rows: int, real: int, device: torch.device) -> Tensor | None:
+    """Where each row is in what the tiles give one after the other; padding comes after that."""
+    came = np.concatenate([tile.rows for tile in tiles]) if tiles else np.zeros(0, np.int64)
+    if np.array_equal(came, np.arange(real)):
         return None
-    slots = key_index[0]
-    if slots.shape[0] > 1 and not bool((slots[1:] - slots[:-1] == 1).all()):
-        return None
-    first = int(slots[0])
-    return slice(first, first + slots.shape[0])
+    order = np.arange(rows)
+    order[came] = np.arange(real)
+    return torch.from_numpy(order).to(device)

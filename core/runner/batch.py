@@ -121,6 +121,31 @@ def build(
     return Batch(schedule=schedule, step=step, rows=rows, drafts=put(drafts))
 
 
+def empty_step(slots: Slots, device: torch.device) -> tuple[Step, Verdict]:
+    """A step in which nobody takes part, and its verdict: one request of padding, no rows."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    step = Step(
+        tokens=zeros(0),
+        positions=zeros(0),
+        query_start=zeros(2),
+        slots=zeros(1) - 1,
+        num_drafts=zeros(1),
+        is_prefill=zeros(1, dtype=torch.bool),
+        samples=zeros(1, dtype=torch.bool),
+        logits_rows=zeros(0),
+        predicted=zeros(0),
+        logits_start=zeros(2),
+        valid_rows=zeros(1),
+        next_token=zeros(1),
+        k=zeros(1),
+        state=slots.device,
+    )
+    return step, Verdict(tokens=zeros(1, 1) - 1, count=zeros(1), rows=zeros(1, 1) - 1)
+
+
 def on_host(step: Step, verdict: Verdict) -> tuple[Step, Verdict]:
     """Copies whose tensors are on the host; the same objects where they are there already."""
     if step.tokens.device.type == "cpu":

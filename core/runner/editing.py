@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 class Edited:
     """The logits of a step after all edits.
 
-    failed: requests whose processors failed; their rows are as they were before these.
+    failed: requests whose processors failed on their first row.
+    first_only: requests whose processors failed with drafts in view, but not on the first row: the
+    row that fails may never be reached, so one token is drawn and the next step sees.
     asking: requests of the step that asked for edits, [n]; empty if none did.
     """
 
     logits: Tensor
     failed: Failures
+    first_only: list[int]
     asking: NDArray[np.int64]
 
 
@@ -72,11 +75,11 @@ class Editing:
         Rows of requests that ask for nothing keep their bits.
         """
         if not self.arrays.active:
-            return Edited(logits, {}, np.empty(0, np.int64))
+            return Edited(logits, {}, [], np.empty(0, np.int64))
         which = batch.schedule.slots
         asking = np.flatnonzero(self.arrays.asks(which))
         if not len(asking):
-            return Edited(logits, {}, asking)
+            return Edited(logits, {}, [], asking)
         self.arrays.upload()
         step, state = batch.step, batch.step.state
         logits = edit_logits(
@@ -89,29 +92,35 @@ class Editing:
             prompt_length=state.prompt_length,
             edits=self.arrays.edits,
         )
-        failed: Failures = {}
+        edited = Edited(logits, {}, [], asking)
         for request in asking.tolist():
             sequence = self._processed.get(int(which[request]))
             if sequence is not None:
-                try:
-                    self._process(batch, request, sequence, logits)
-                except ProcessorError as error:
-                    failed[request] = str(error)
-        return Edited(logits, failed, asking)
+                self._process(batch, request, sequence, edited)
+        return edited
 
-    def _process(self, batch: Batch, request: int, sequence: Sequence, logits: Tensor) -> None:
+    def _process(self, batch: Batch, request: int, sequence: Sequence, edited: Edited) -> None:
         """Run the processors of one request on its rows, if it has any in this step."""
         first, end = (int(i) for i in batch.step.logits_start[request : request + 2])
-        if first == end:
-            return
-        rows = LogitsRows(
-            self.slots.history[sequence.slot],
-            length=int(self.slots.length[sequence.slot]),
-            prompt_length=len(sequence.prompt),
-            drafts=self.slots.drafts[sequence.slot, : end - first - 1],
-        )
-        edited = run_processors(sequence.params.logits_processors, rows, logits[first:end])
-        logits[first:end] = edited
+        for last in (end, first + 1):
+            if first >= last:
+                return
+            rows = LogitsRows(
+                self.slots.history[sequence.slot],
+                length=int(self.slots.length[sequence.slot]),
+                prompt_length=len(sequence.prompt),
+                drafts=self.slots.drafts[sequence.slot, : last - first - 1],
+            )
+            logits = edited.logits[first:last]
+            try:
+                logits[:] = run_processors(sequence.params.logits_processors, rows, logits)
+            except ProcessorError as error:
+                if last == first + 1:
+                    edited.failed[request] = str(error)
+                    return
+                edited.first_only.append(request)
+            else:
+                return
 
     def cut_where_empty(self, edited: Edited, verdict: Verdict, block: Block) -> Failures:
         """End blocks before a token whose row excludes every id, and say which requests end so.
@@ -120,6 +129,9 @@ class Editing:
         """
         for request in edited.failed:
             block.end(request, 0)
+        for request in edited.first_only:
+            if block.kept[request] > 1:
+                block.end(request, 1)
         if not len(edited.asking):
             return {}
         asking = [r for r in edited.asking.tolist() if block.kept[r]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.errors import SpeculatorError, blame
+from specdec.errors import SpecdecError, SpeculatorError, blame
 from specdec.metrics import SpeculationMetrics
 from specdec.outputs import FinishReason
-from specdec.runner.batch import Batch, build, on_host
+from specdec.runner.batch import Batch, build, empty_step, on_host
 from specdec.runner.commit import Block, Commit, commit, cut
 from specdec.runner.drafting import Drafting
 from specdec.runner.editing import Editing
@@ -70,6 +71,8 @@ class Engine:
         self.editing = editing
         self.pad_rows = pad_rows
         self.logprobs = SequenceLogprobs(slots, scheduler.running)
+        self.stepping = False
+        self._to_abort: list[Sequence] = []  # once the step that runs is over
         self._ended: list[tuple[Sequence, int]] = []  # with the slot that each had
         self._unreported: list[EndedRequest] = []
         scheduler.leaving = self._leaving
@@ -90,6 +93,11 @@ class Engine:
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """End sequences that have not ended, keeping what they emitted."""
+        if self.stepping:
+            # a processor or an observer asks, or a stream that nobody reads is collected: a step
+            # does not lose requests on its way
+            self._to_abort.extend(sequences)
+            return
         for sequence in sequences:
             if sequence.finish_reason is None:
                 self._finish(sequence, "abort")
@@ -111,7 +119,16 @@ class Engine:
 
         If anything but a speculator or a logits processor raises, a half-done step cannot be told
         from a whole one: every running sequence ends with an error, those that wait stay.
+
+        Raises:
+            SpecdecError: a step runs already.
         """
+        if self.stepping:
+            raise SpecdecError(
+                "a step of this LLM runs already: no step can be run from a logits processor, an "
+                "observer or another thread meanwhile"
+            )
+        self.stepping = True
         try:
             self._step()
         except BaseException as error:
@@ -120,7 +137,9 @@ class Engine:
                 self._finish(sequence, "error", reason)
             raise
         finally:
-            self._deliver()
+            self.stepping = False
+            late, self._to_abort = self._to_abort, []
+            self.abort(late)
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -128,6 +147,8 @@ class Engine:
         changes = self._admit()
         schedule = self.scheduler.choose()
         if not len(schedule.slots):
+            if changes is not None or self._unreported:
+                self._report_idle(changes)
             return
         self.slots.upload()
         batch = build(
@@ -175,6 +196,10 @@ class Engine:
             self.editing.place(sequence)
             if self.drafting:
                 self.drafting.policy.reset(sequence.slot)
+        return self._tell()
+
+    def _tell(self) -> RequestChanges | None:
+        """Tell the speculator what changed, and return it."""
         told = self.scheduler.changes.take()
         if told is None or self.drafting is None:
             return told
@@ -206,8 +231,7 @@ class Engine:
         self.sync(sequence)
         self.editing.clear(sequence.slot)
         if sequence.finish_reason is None:  # set aside: everything of it was counted
-            counted = self.counter.take(sequence.slot)
-            sequence.metrics.speculative_decoding.add(counted)
+            self._count(sequence, sequence.slot)
 
     def sync(self, sequence: Sequence) -> None:
         """Bring a sequence's tokens and times up to date with its slot."""
@@ -217,6 +241,7 @@ class Engine:
         known = len(sequence.prompt) + len(sequence.emitted)
         sequence.emitted += self.slots.history[slot, known : self.slots.length[slot]].tolist()
         sequence.metrics.first_token_time = float(self.slots.first_time[slot]) or None
+        sequence.counted = self.counter.peek(slot)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         slot = sequence.slot
@@ -227,13 +252,20 @@ class Engine:
         self._ended.append((sequence, slot))
         self._unreported.append(EndedRequest(slot, sequence.name, reason))
 
+    def _count(self, sequence: Sequence, slot: int) -> None:
+        """Move the numbers of a slot to the sequence that had it."""
+        sequence.metrics.speculative_decoding.add(self.counter.take(slot))
+        sequence.counted = None
+
     def _deliver(self) -> None:
         """Hand over the sequences that ended, once all of their last step is counted."""
         for sequence, slot in self._ended:
             if slot >= 0:
-                sequence.metrics.speculative_decoding.add(self.counter.take(slot))
+                self._count(sequence, slot)
             sequence.news[sequence] = None
         self._ended.clear()
+        if self._unreported and not self.busy:
+            self._report_idle(self._tell())  # no step may come for long
 
     # -- commit ------------------------------------------------------------
 
@@ -340,26 +372,51 @@ class Engine:
         skipped: Ints,
         started: float,
     ) -> None:
-        schedule, scheduler = block.schedule, self.scheduler
-        drafted = block.drafted
-        plain = block.is_decode & (drafted == 0) & (self.drafting is not None)
-        report = StepReport(
-            slots=schedule.slots,
+        plain = block.is_decode & (block.drafted == 0) & (self.drafting is not None)
+        self._report(
+            step,
+            verdict,
+            slots=block.schedule.slots,
             is_decode=block.is_decode,
-            drafted=drafted,
+            drafted=block.drafted,
             accepted=block.accepted,
             emitted=block.count,
             kept=block.kept,
             skipped=np.where(plain, skipped, -1),
             changes=changes,
-            ended=tuple(self._unreported),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_preempted=scheduler.num_preemptions,
-            free_blocks=scheduler.pool.free,
-            num_blocks=scheduler.num_blocks,
-            prompt_tokens=int(schedule.rows[schedule.is_prefill].sum()),
+            prompt_tokens=int(block.schedule.rows[block.schedule.is_prefill].sum()),
             seconds=time.perf_counter() - started,
+        )
+
+    @torch.inference_mode()
+    def _report_idle(self, changes: RequestChanges | None) -> None:
+        """Report what happened although no step follows: one without requests."""
+        step, verdict = empty_step(self.slots, self.target.device)
+        none = np.empty(0, np.int64)
+        self._report(
+            step,
+            verdict,
+            slots=none,
+            is_decode=none.astype(bool),
+            drafted=none,
+            accepted=none,
+            emitted=none,
+            kept=none,
+            skipped=none,
+            changes=changes,
+            prompt_tokens=0,
+            seconds=0.0,
+        )
+
+    def _report(self, step: Step, verdict: Verdict, **numbers: Any) -> None:
+        report = StepReport(
+            ended=tuple(self._unreported),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_preempted=self.scheduler.num_preemptions,
+            free_blocks=self.scheduler.pool.free,
+            num_blocks=self.scheduler.num_blocks,
+            **numbers,
         )
         self._unreported.clear()
         for observer, error in self.session.step_finished(*on_host(step, verdict), report):

@@ -6,7 +6,7 @@ run out, the request of the lowest rank is set aside, and later computed again f
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
 
 import attrs
@@ -71,7 +71,7 @@ class Scheduler:
     lookahead: cache places past its end that a sequence may write drafts to.
     fixed_chunks: a prompt is cut at multiples of half the budget, whatever else runs, so that
         its states do not depend on company. Otherwise chunks take what the step has left.
-    preempts_for_priority: a waiting request sets aside a running one of a lower priority.
+    preempts_for_priority: a waiting request sets aside running ones with a higher number.
     leaving: called with a sequence that is about to lose its slot.
     """
 
@@ -135,8 +135,10 @@ class Scheduler:
         """Take back slot and pages of a sequence that ended, or drop it from the queue."""
         if sequence.slot >= 0:
             self.changes.finished.append(self._vacate(sequence))
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            return
+        place = bisect_left(self.waiting, sequence.rank, key=lambda s: s.rank)
+        if place < len(self.waiting) and self.waiting[place] is sequence:
+            del self.waiting[place]
 
     def preempt(self, sequence: Sequence) -> None:
         """Set a running sequence aside: it waits with its tokens, and is computed again."""
@@ -220,7 +222,7 @@ class Scheduler:
 
     def _give(self, slot: int, count: int) -> None:
         sequence = self.running[slot]
-        blocks = self.pool.allocate(count)
+        blocks = self.pool.allocate(count, after=sequence.blocks[-1] if sequence.blocks else None)
         sequence.blocks += blocks
         self.slots.give_blocks(slot, blocks)
 
@@ -244,14 +246,14 @@ class Scheduler:
     # -- admission ---------------------------------------------------------
 
     def _has_room(self) -> bool:
-        """Whether the first that waits fits; those of a lower priority may have to make way."""
+        """Whether the first that waits fits; those with a higher number may have to make way."""
         if not self.waiting:
             return False
         first = self.waiting[0]
         if not self._fits(first) and self.preempts_for_priority:
-            lower = [s for s in self.running.values() if s.priority > first.priority]
-            if self._fits(first, without=lower):
-                for sequence in sorted(lower, key=lambda s: s.rank, reverse=True):
+            later = [s for s in self.running.values() if s.priority > first.priority]
+            if self._fits(first, without=later):
+                for sequence in sorted(later, key=lambda s: s.rank, reverse=True):
                     if not self._fits(first):
                         self.preempt(sequence)
         return self._fits(first)
@@ -265,7 +267,7 @@ class Scheduler:
         stay = len(self.running) - len(without)
         if stay >= self.max_running:
             return False
-        needed = self.blocks_needed(min(len(sequence.known) + 1, sequence.max_length))
+        needed = self.blocks_needed(min(sequence.num_known + 1, sequence.max_length))
         return needed + stay <= self.pool.free + sum(len(s.blocks) for s in without)
 
     # -- rows --------------------------------------------------------------

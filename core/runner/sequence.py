@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from specdec.metrics import SpeculationMetrics
+from specdec.output_text import OutputText
 from specdec.outputs import FinishReason, RequestMetrics
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.logprobs import LogprobLog, PromptLogprobLog
-    from specdec.output_text import OutputText
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -23,9 +24,9 @@ class Sequence:
 
     stop_ids: every token that ends it; own_stop_ids: those of them that the request named itself.
     bad_words: token sequences that it may not emit. priority: lower goes first; then the earlier
-    `arrival`. text: its text, which also knows its stop strings. num_taken: tokens that were
-    handed out as deltas. news: where the engine puts it, once, whenever it emitted something (if
-    `watched`) or ended; its owner empties it.
+    `arrival`. text: its text, which also knows its stop strings. num_taken, end_taken: tokens, and
+    whether the end, were handed out as deltas. news: where the engine puts it, once, whenever it
+    emitted something (if `watched`) or ended; its owner empties it.
     """
 
     request_id: str
@@ -49,7 +50,9 @@ class Sequence:
     slot: int = -1
     blocks: list[int] = attrs.field(factory=list)
     num_taken: int = 0
+    end_taken: bool = False
     num_preemptions: int = 0
+    counted: SpeculationMetrics | None = None  # in its slot so far, and not in its metrics yet
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -66,9 +69,19 @@ class Sequence:
         return self.prompt + self.emitted
 
     @property
+    def num_known(self) -> int:
+        """How many tokens these are."""
+        return len(self.prompt) + len(self.emitted)
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Its place in every queue."""
         return self.priority, self.arrival
+
+    def give_up_text(self, reason: str) -> None:
+        """Go on without text: it could not be made, which is an error of its own."""
+        self.finish_reason, self.stop_reason, self.error = "error", None, reason
+        self.text = OutputText.none()
 
     def show(self) -> None:
         """Bring its text up to date with the tokens that it has."""

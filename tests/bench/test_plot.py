@@ -24,7 +24,7 @@ def report(*cells: dict[str, Any]) -> dict[str, Any]:
 
 
 def cell(name: str, rates: list[float], **values: Any) -> dict[str, Any]:
-    numbers = {"acceptance_rate_per_pos": rates}
+    numbers = {"acceptance_rate_per_pos": rates, "drafted_per_pos": [1] * len(rates)}
     return {**CELL, "configuration": name, "speculation": numbers, **values}
 
 
@@ -67,6 +67,19 @@ def test_every_setting_is_drawn(tmp_path: Path, suffix: str) -> None:
     ]
     plot.draw(report(*cells[:-1]), file)  # the last one was not begun
     assert file.stat().st_size > 5000
+
+
+def test_the_title_names_a_folder_without_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+    (tmp_path / "some-model").mkdir()
+    monkeypatch.chdir(tmp_path / "some-model")
+    for model in (tmp_path / "some-model", ".", "org/some-model"):
+        plot.draw({**report(cell("plain", [])), "model": str(model)}, tmp_path / "a.svg")
+        text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+        assert ("<!-- org/some-model (partial) -->" in text) == (model == "org/some-model")
+        assert ("<!-- some-model (partial) -->" in text) == (model != "org/some-model")
 
 
 def test_plain_decoding_alone_is_drawn(tmp_path: Path) -> None:

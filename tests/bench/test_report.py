@@ -109,6 +109,9 @@ def test_the_second_is_about_acceptance_where_something_was_drafted() -> None:
 def test_the_third_splits_categories_with_the_fewest_in_flight() -> None:
     runs = [run(n, concurrency=c) for n in ("plain", "fast") for c in (4, 1)]
     split = rows(told(runs), "category")
+    assert split[0][8] == "1.50"
+    # nothing was drafted, so nothing has a length
+    assert rows(told([run("plain")]), "category")[0][8:10] == ["-", "-"]
     assert [row[:4] for row in split] == [["a", "fast", "0", "1"], ["b", "fast", "0", "1"]]
     assert [row[0] for row in rows(told([run("plain")]), "category")] == ["a", "b"]
     one = told([run("plain", categories="aa")])

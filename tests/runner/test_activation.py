@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.runner.activation import RowwiseActivation, fix_activations
-from specdec.runner.linear import RowBlocks
+from specdec.runner.row_blocks import RowBlocks
 
 
 class Counting(nn.Module):

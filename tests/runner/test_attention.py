@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from specdec.errors import TargetError
 from specdec.runner.attention import AttentionContext, attending, paged_attention
-from specdec.runner.attention_plan import plan_attention
+from specdec.runner.attention_plan import AttentionPlan, plan_attention
 from specdec.runner.kv_cache import KVSpec, PagedKVCache
 
 BLOCK = 4
@@ -33,7 +36,15 @@ class Layer(nn.Module):
 class Batch:
     """Requests of given contexts whose last rows are computed now; keys before are cached."""
 
-    def __init__(self, counts: list[int], contexts: list[int], *, heads: int, kv: int) -> None:
+    def __init__(
+        self,
+        counts: list[int],
+        contexts: list[int],
+        *,
+        heads: int,
+        kv: int,
+        runs: list[bool] | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -46,8 +57,11 @@ class Batch:
         blocks = -(-max(contexts) // BLOCK)
         order = torch.randperm(blocks * len(counts), generator=generator) + 1
         self.tables = order.view(len(counts), blocks)
+        for i, run in enumerate(runs or []):
+            if run:
+                self.tables[i] = torch.arange(1, blocks + 1) + (i + 1) * blocks * len(counts)
         self.cache = PagedKVCache(
-            [KVSpec(kv, 8, 6)], blocks * len(counts) + 1, BLOCK, torch.float64, "cpu"
+            [KVSpec(kv, 8, 6)], int(self.tables.max()) + 1, BLOCK, torch.float64, "cpu"
         )
         self.cache.fill(float("nan"))
         for i, (count, context) in enumerate(zip(counts, contexts, strict=True)):
@@ -196,35 +210,112 @@ def test_only_a_long_piece_of_a_prompt_is_a_chunk() -> None:
     assert tiles(None, False) == [(True, 1, 21), (True, 1, 20), (False, 1, 4)]
 
 
+def plan_of(
+    counts: list[int], contexts: list[int], tables: Tensor, *, deterministic: bool = False
+) -> AttentionPlan:
+    pairs = list(zip(counts, contexts, strict=True))
+    return plan_attention(
+        torch.cat([torch.arange(c - n, c) for n, c in pairs]),
+        np.cumsum([0, *counts]),
+        np.array(contexts),
+        tables,
+        BLOCK,
+        deterministic=deterministic,
+    )
+
+
+def scattered(requests: int, blocks: int) -> Tensor:
+    """Block tables without two blocks in a row."""
+    return torch.arange(1, 2 * requests * blocks, 2).view(requests, blocks)
+
+
 def test_rows_of_a_padded_tile_are_told_from_padding() -> None:
-    tables = torch.arange(1, 16).view(3, 5)
-    positions = torch.tensor([5, 6, 0, 1, 2, 9])
-    plan = plan_attention(positions, [0, 2, 5, 6], [7, 3, 10], tables, BLOCK, deterministic=False)
+    plan = plan_of([2, 3, 1], [7, 3, 10], scattered(3, 5))
     (tile,) = plan.tiles
     assert tile.row_slice is None
-    assert tile.out_rows is not None
+    assert tile.rows.tolist() == [0, 1, 2, 3, 4, 5]
     assert tile.out_from is not None
-    assert tile.out_rows.tolist() == [0, 1, 2, 3, 4, 5]
     assert tile.out_from.tolist() == [0, 1, 3, 4, 5, 6]
+    assert plan.order is None
 
 
 def test_requests_in_one_run_of_slots_are_not_gathered() -> None:
-    tables = torch.tensor([[3, 4, 5], [5, 3, 4]])
-    positions = torch.tensor([8])
-    for row, run in ((0, slice(12, 21)), (1, None)):
-        plan = plan_attention(
-            positions, [0, 1], [9], tables[row : row + 1], BLOCK, deterministic=False
-        )
-        assert plan.tiles[0].key_slice == run
+    run, scattered_ = torch.tensor([[3, 4, 5]]), torch.tensor([[5, 3, 4]])
+    (tile,) = plan_of([1], [9], run).tiles
+    assert tile.spans(None, None) == [(0, 12, 9)]
+    assert plan_of([1], [9], scattered_).tiles[0].firsts is None
+    # blocks past the context do not matter
+    assert plan_of([1], [4], scattered_).tiles[0].firsts is not None
+
+
+def test_short_requests_are_gathered_together_and_long_ones_read_in_place() -> None:
+    tables = torch.arange(1, 1001).view(5, 200)
+    plan = plan_of([1, 1, 1, 1, 2], [600, 20, 30, 700, 31], tables)
+    assert [(tile.entries, tile.q, tile.firsts is None) for tile in plan.tiles] == [
+        (2, 1, False),
+        (3, 2, True),
+    ]
+    assert plan.order is not None
+    assert plan.order.tolist() == [0, 2, 3, 1, 4, 5]
+
+
+def test_two_short_requests_are_not_worth_a_copy() -> None:
+    tables = torch.arange(1, 1001).view(5, 200)
+    (tile,) = plan_of([1, 1], [20, 30], tables[:2]).tiles
+    assert tile.firsts is not None
+
+
+def test_drafts_do_not_pad_requests_without_them_that_are_read_in_place() -> None:
+    tables = torch.arange(1, 1001).view(4, 250)
+    plan = plan_of([1, 4, 1, 3], [500, 501, 502, 503], tables)
+    assert [(tile.entries, tile.q) for tile in plan.tiles] == [(2, 1), (2, 4)]
+
+
+def test_keys_out_of_every_rows_reach_are_not_read() -> None:
+    tables = torch.arange(1, 251)[None]
+    (tile,) = plan_of([3], [500], tables).tiles  # positions 497, 498, 499
+    assert tile.spans(10, None) == [(488, 4 + 488, 12)]
+    assert tile.spans(None, 64) == [(448, 4 + 448, 52)]
+    assert tile.spans(None, None) == [(0, 4, 500)]
 
 
 def test_few_row_requests_share_a_tile_unless_contexts_are_far_apart() -> None:
-    tables = torch.arange(1, 1001).view(4, 250)
-    positions = torch.tensor([99, 119, 899, 999])
-    plan = plan_attention(
-        positions, [0, 1, 2, 3, 4], [100, 120, 900, 1000], tables, BLOCK, deterministic=False
-    )
+    plan = plan_of([1, 1, 1, 1], [100, 120, 900, 1000], scattered(4, 250))
     assert [(tile.entries, tile.keys) for tile in plan.tiles] == [(2, 1000), (2, 120)]
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 40), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=6,
+    ),
+    padding=st.integers(0, 3),
+    deterministic=st.booleans(),
+    rule=st.sampled_from(list(RULES)),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_mix_of_runs_and_scattered_pages_attends_as_written_out(
+    requests: list[tuple[int, int, bool, bool]], padding: int, deterministic: bool, rule: str
+) -> None:
+    counts = [count for count, _, _, _ in requests]
+    contexts = [max(count + before, 1) for count, before, _, _ in requests]
+    batch = Batch(counts, contexts, heads=6, kv=2, runs=[run for _, _, run, _ in requests])
+    is_prefill = [prefill for _, _, _, prefill in requests]
+    got = batch.run(
+        RULES[rule], deterministic=deterministic, padding=padding, is_prefill=is_prefill
+    )
+    for have, want in zip(got, batch.expected(RULES[rule]), strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("runs", [[True, True, True], [True, False, True]])
+def test_long_contexts_attend_as_written_out_wherever_their_pages_are(runs: list[bool]) -> None:
+    batch = Batch([1, 3, 2], [300, 290, 270], heads=6, kv=2, runs=runs)
+    for rule in ("full", "window", "sinks"):
+        got = batch.run(RULES[rule], deterministic=False)
+        for have, want in zip(got, batch.expected(RULES[rule]), strict=True):
+            torch.testing.assert_close(have, want, rtol=0, atol=1e-12)
 
 
 def test_masks_are_built_once_per_window() -> None:

@@ -1235,8 +1235,9 @@ def test_a_report_says_what_every_request_of_a_mixed_step_did(small_pages: Pages
         llm.abort_request("1")
         assert [o.request_id for o in llm.step()] == ["1"]  # no step was needed
         llm.step()
-    one, two, three, four = watching.reports
-    assert all(report.seconds > 0 for report in watching.reports)
+    one, two, three, four, closing = watching.reports
+    assert all(report.seconds > 0 for report in watching.reports[:4])
+    assert (closing.num_running, closing.num_waiting, len(closing.slots)) == (0, 0, 0)
     told = one.changes
     assert told is not None
     assert [(i.slot, i.request_id) for i in told.added] == [(0, "0"), (1, "1"), (2, "2")]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec.errors import ConfigError, TargetError
-from specdec.runner import attention, linear
+from specdec.runner import attention, linear, product
 from specdec.runner.linear import PackedLinear
 from specdec.runner.target import Rows, TargetModel
 
@@ -143,18 +143,18 @@ def test_the_exact_path_is_the_one_that_ran(
 ) -> None:
     shapes: list[tuple[int, int]] = []
     products: list[int] = []
-    exactly, product = attention._attend_exactly, linear._packed_product
+    exactly, multiply = attention._attend_exactly, product.packed_product
 
     def spy_attention(rows: Tensor, k: Tensor, v: Tensor, tile: Any, rule: Any) -> Tensor:
         shapes.append((tile.q, tile.keys))
         return exactly(rows, k, v, tile, rule)
 
     def spy_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        products.append(x.shape[0])
-        return product(x, packed, bias)
+        products.append(x.numel() // x.shape[-1])
+        return multiply(x, packed, bias)
 
     monkeypatch.setattr(attention, "_attend_exactly", spy_attention)
-    monkeypatch.setattr(linear, "_packed_product", spy_product)
+    monkeypatch.setattr(product, "packed_product", spy_product)
     run = Run(target, [300, 36])
     run.step([40, 0])
     assert shapes == []

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.errors import TargetError
+from specdec.runner import linear
 from specdec.runner.target import Rows, TargetModel
 
 VOCAB = 97
@@ -157,15 +158,19 @@ def packed_logits(
     *,
     block_size: int = 4,
     padding: int = 2,
+    runs: bool = False,
 ) -> list[Tensor]:
-    """Run sequences through the paged cache by `schedule`; the logits of every row, by request."""
+    """Run sequences through the paged cache by `schedule`; the logits of every row, by request.
+
+    runs: a request's pages follow each other; otherwise they are scattered.
+    """
     blocks = -(-max(len(t) for t in tokens) // block_size)
     total = blocks * len(tokens) + 1
     target.allocate(total, block_size)
     target.cache.fill(float("nan"))
     device = target.device
     order = torch.randperm(total - 1, generator=torch.Generator().manual_seed(2)) + 1
-    tables = order.view(len(tokens), blocks).to(device)
+    tables = (order.sort().values if runs else order).view(len(tokens), blocks).to(device)
     done = [0] * len(tokens)
     logits: list[list[Tensor]] = [[] for _ in tokens]
     for counts in schedule:
@@ -200,10 +205,10 @@ def test_packed_rows_have_the_logits_of_the_whole_sequence(family: str) -> None:
     assert scale > 0.01
 
     target = TargetModel.load(model)
-    got = packed_logits(target, tokens)
-
-    for have, want in zip(got, expected, strict=True):
-        torch.testing.assert_close(have, want, rtol=0, atol=2e-5 * scale)
+    for runs in (False, True):
+        got = packed_logits(target, tokens, runs=runs)
+        for have, want in zip(got, expected, strict=True):
+            torch.testing.assert_close(have, want, rtol=0, atol=2e-5 * scale)
 
 
 MOE = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4"}
@@ -225,11 +230,24 @@ def test_deterministic_rows_are_the_same_bits_in_any_schedule(family: str) -> No
     )
 
     mixed = packed_logits(target, tokens)
-    got = packed_logits(target, tokens, single)
+    got = packed_logits(target, tokens, single, runs=True)
 
     for a, b, want in zip(mixed, got, expected, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", *sorted(MOE)])
+def test_layers_packed_for_speed_compute_what_they_replaced(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_SMALL", 0)
+    model = build(family, dtype=torch.float32)
+    tokens = sequences()
+    expected = [own_logits(model, t) for t in tokens]
+    got = packed_logits(TargetModel.load(model, pack=True), tokens, runs=True)
+    for have, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=1e-4 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("family", sorted(MOE))
