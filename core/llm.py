@@ -17,7 +17,8 @@ from specdec.metrics import SpeculationMetrics
 from specdec.outputs import RequestOutput
 from specdec.prompts import Prompt, is_chat
 from specdec.request import Request
-from specdec.runner.assemble import Assembly, EngineSettings, assemble
+from specdec.runner.assemble import Assembly, assemble
+from specdec.runner.engine_settings import EngineSettings
 from specdec.sampling_params import SamplingParams
 from specdec.sources import check_sources
 from specdec.tokenizer import eos_ids, load_tokenizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import attrs
 import numpy as np
@@ -16,11 +15,12 @@ from torch import Tensor
 from specdec.errors import SpecdecError, SpeculatorError, blame
 from specdec.metrics import SpeculationMetrics
 from specdec.outputs import FinishReason
-from specdec.runner.batch import Batch, build, empty_step, on_host
+from specdec.runner.batch import Batch, build
 from specdec.runner.commit import Block, Commit, commit, cut
 from specdec.runner.drafting import Drafting
 from specdec.runner.editing import Editing
 from specdec.runner.isolation import Failures
+from specdec.runner.reporting import Reporting
 from specdec.runner.sampling import draw
 from specdec.runner.scheduler import Scheduler
 from specdec.runner.sequence import Sequence
@@ -30,11 +30,9 @@ from specdec.runner.target import TargetModel
 from specdec.session import Session
 from specdec.step_counter import StepCounter
 from specdec.types import (
-    EndedRequest,
     HostStep,
     RequestChanges,
     Step,
-    StepReport,
     TargetOutputs,
     Verdict,
 )
@@ -74,7 +72,7 @@ class Engine:
         self.stepping = False
         self._to_abort: list[Sequence] = []  # once the step that runs is over
         self._ended: list[tuple[Sequence, int]] = []  # with the slot that each had
-        self._unreported: list[EndedRequest] = []
+        self.reporting = Reporting(session, scheduler, target.device, drafts=drafting is not None)
         scheduler.leaving = self._leaving
 
     @property
@@ -147,8 +145,8 @@ class Engine:
         changes = self._admit()
         schedule = self.scheduler.choose()
         if not len(schedule.slots):
-            if changes is not None or self._unreported:
-                self._report_idle(changes)
+            if changes is not None or self.reporting.pending:
+                self.reporting.idle(changes)
             return
         self.slots.upload()
         batch = build(
@@ -184,7 +182,7 @@ class Engine:
             )
             self._fail(schedule.slots, failed)
             drafting.plan(schedule.slots, draft, k)
-        self._observe(step, verdict, block, changes, skipped, started)
+        self.reporting.step(step, verdict, block, changes=changes, skipped=skipped, started=started)
 
     # -- between steps -----------------------------------------------------
 
@@ -250,7 +248,7 @@ class Engine:
         self.scheduler.retire(sequence)
         sequence.metrics.finished_time = time.perf_counter()
         self._ended.append((sequence, slot))
-        self._unreported.append(EndedRequest(slot, sequence.name, reason))
+        self.reporting.ended(sequence, slot)
 
     def _count(self, sequence: Sequence, slot: int) -> None:
         """Move the numbers of a slot to the sequence that had it."""
@@ -264,8 +262,8 @@ class Engine:
                 self._count(sequence, slot)
             sequence.news[sequence] = None
         self._ended.clear()
-        if self._unreported and not self.busy:
-            self._report_idle(self._tell())  # no step may come for long
+        if self.reporting.pending and not self.busy:
+            self.reporting.idle(self._tell())  # no step may come for long
 
     # -- commit ------------------------------------------------------------
 
@@ -360,64 +358,3 @@ class Engine:
             sequence = self.scheduler.running.get(int(which[request]))
             if sequence is not None:
                 self._finish(sequence, "error", reason)
-
-    # -- observers ---------------------------------------------------------
-
-    def _observe(
-        self,
-        step: Step,
-        verdict: Verdict,
-        block: Block,
-        changes: RequestChanges | None,
-        skipped: Ints,
-        started: float,
-    ) -> None:
-        plain = block.is_decode & (block.drafted == 0) & (self.drafting is not None)
-        self._report(
-            step,
-            verdict,
-            slots=block.schedule.slots,
-            is_decode=block.is_decode,
-            drafted=block.drafted,
-            accepted=block.accepted,
-            emitted=block.count,
-            kept=block.kept,
-            skipped=np.where(plain, skipped, -1),
-            changes=changes,
-            prompt_tokens=int(block.schedule.rows[block.schedule.is_prefill].sum()),
-            seconds=time.perf_counter() - started,
-        )
-
-    @torch.inference_mode()
-    def _report_idle(self, changes: RequestChanges | None) -> None:
-        """Report what happened although no step follows: one without requests."""
-        step, verdict = empty_step(self.slots, self.target.device)
-        none = np.empty(0, np.int64)
-        self._report(
-            step,
-            verdict,
-            slots=none,
-            is_decode=none.astype(bool),
-            drafted=none,
-            accepted=none,
-            emitted=none,
-            kept=none,
-            skipped=none,
-            changes=changes,
-            prompt_tokens=0,
-            seconds=0.0,
-        )
-
-    def _report(self, step: Step, verdict: Verdict, **numbers: Any) -> None:
-        report = StepReport(
-            ended=tuple(self._unreported),
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_preempted=self.scheduler.num_preemptions,
-            free_blocks=self.scheduler.pool.free,
-            num_blocks=self.scheduler.num_blocks,
-            **numbers,
-        )
-        self._unreported.clear()
-        for observer, error in self.session.step_finished(*on_host(step, verdict), report):
-            logger.error("the observer %r raised and was taken off", observer, exc_info=error)

@@ -598,7 +598,10 @@ def test_an_interrupt_in_a_step_ends_its_requests_and_leaves_the_llm_usable(
 
 @pytest.mark.parametrize(
     "where",
-    ["target.forward", "_committed", "_record", "_observe", "scheduler.admit", "scheduler.choose"],
+    [
+        "target.forward", "_committed", "_record", "reporting.step", "scheduler.admit",
+        "scheduler.choose",
+    ],  # fmt: skip
 )
 def test_an_error_of_our_own_ends_every_running_request(
     where: str, monkeypatch: pytest.MonkeyPatch
@@ -610,11 +613,11 @@ def test_an_error_of_our_own_ends_every_running_request(
         )  # fmt: skip
         right, calls = getattr(owner, name), []
 
-        def wrong(*arguments: Any) -> Any:
+        def wrong(*arguments: Any, **more: Any) -> Any:
             calls.append(name)
             if len(calls) == 3:
                 raise RuntimeError("out of luck")
-            return right(*arguments)
+            return right(*arguments, **more)
 
         monkeypatch.setattr(owner, name, wrong)
         other = llm.stream([[5]], greedy())
