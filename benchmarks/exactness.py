@@ -45,6 +45,8 @@ def main() -> int:
     parser.add_argument(
         "--fast", action="store_true", help="without deterministic products: differences may occur"
     )
+    parser.add_argument("--first-seed", type=int, default=0, help="of the first prompt")
+    parser.add_argument("--save-tokens", type=Path, metavar="FILE", help="of every run, as JSON")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -53,8 +55,8 @@ def main() -> int:
     ways = {
         "greedy": [SamplingParams(temperature=0, max_tokens=args.tokens)] * len(prompts),
         "temperature 0.8": [
-            SamplingParams(temperature=0.8, seed=seed, max_tokens=args.tokens)
-            for seed in range(len(prompts))
+            SamplingParams(temperature=0.8, seed=args.first_seed + i, max_tokens=args.tokens)
+            for i in range(len(prompts))
         ],
     }
     results: list[dict[str, Any]] = []
@@ -116,6 +118,9 @@ def main() -> int:
         "runs": results,
         "completions_that_differ": differing,
     }
+    if args.save_tokens:
+        named = {f"{way}, {batch}, {name}": t for (way, batch, name), t in found.items()}
+        args.save_tokens.write_text(json.dumps(named), encoding="utf-8")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if differing else 0

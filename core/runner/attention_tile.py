@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specdec.runner.kv_cache import PagedKVCache
+
 Ints = NDArray[np.int64]
 _Limits = tuple[int | None, int | None]  # window, chunk
 
@@ -75,7 +77,8 @@ class Tile:
         self._padded = bool((pieces.count != q).any())
         self._masks: dict[tuple[_Limits, torch.dtype], Tensor] = {}
         self._folded: dict[tuple[_Limits, torch.dtype, int], Tensor] = {}
-        self._spans: dict[_Limits, list[tuple[int, int, int]]] = {}
+        self._views: dict[_Limits, dict[int, list[tuple[Tensor, Tensor]]]] = {}
+        self._piece_masks: dict[tuple[_Limits, torch.dtype, int], list[Tensor]] = {}
         self._head_index: dict[tuple[int, int], Tensor] = {}
         self._scratch: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
 
@@ -117,17 +120,46 @@ class Tile:
 
         Keys before that are hidden from all of its rows.
         """
-        limits = (window, chunk)
-        if limits not in self._spans:
-            assert self.firsts is not None
-            first = np.zeros_like(self.pieces.position)
-            if window is not None:
-                first = np.maximum(first, self.pieces.position - window + 1)
-            if chunk is not None:
-                first = np.maximum(first, self.pieces.position // chunk * chunk)
-            columns = (first, self.firsts + first, self.pieces.context - first)
-            self._spans[limits] = list(zip(*(c.tolist() for c in columns), strict=True))
-        return self._spans[limits]
+        assert self.firsts is not None
+        first = np.zeros_like(self.pieces.position)
+        if window is not None:
+            first = np.maximum(first, self.pieces.position - window + 1)
+        if chunk is not None:
+            first = np.maximum(first, self.pieces.position // chunk * chunk)
+        columns = (first, self.firsts + first, self.pieces.context - first)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def views(
+        self, cache: PagedKVCache, layer: int, window: int | None, chunk: int | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a layer that each piece reads, where they lie: [heads, 1, keys, dim].
+
+        Made for all layers at once: between two layers' products each would cost several times as
+        much.
+        """
+        views = self._views.setdefault((window, chunk), {})
+        if layer not in views:
+            spans = self.spans(window, chunk)
+            for other, spec in enumerate(cache.specs):
+                if spec.window == window or other == layer:
+                    k, v = cache.by_head(other)
+                    views[other] = [(k.narrow(2, s, n), v.narrow(2, s, n)) for _, s, n in spans]
+        return views[layer]
+
+    def piece_masks(
+        self, window: int | None, chunk: int | None, dtype: torch.dtype, group: int
+    ) -> list[Tensor] | list[None]:
+        """The folded mask over what `views` gives for each piece: [1, group * q, keys]."""
+        if self.q == 1:
+            return [None] * self.entries
+        key = ((window, chunk), dtype, group)
+        if key not in self._piece_masks:
+            mask = self.folded_mask(window, chunk, dtype, group)
+            self._piece_masks[key] = [
+                mask[i, ..., first : first + keys]
+                for i, (first, _, keys) in enumerate(self.spans(window, chunk))
+            ]
+        return self._piece_masks[key]
 
     def gathered(self, cache: Tensor, name: str) -> Tensor:
         """Keys or values (`name`) of a layer, [heads, 1, slots, dim] -> [n, heads, keys, dim].

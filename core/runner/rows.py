@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Ints = NDArray[np.int64]
 
 
 @attrs.frozen(eq=False)
@@ -16,13 +21,13 @@ class Rows:
 
     tokens: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64, consecutive within a request
-    query_start: list[int]  # [batch + 1]; rows from query_start[-1] on are padding
-    context: list[int]  # [batch] keys the request's last row may see: computed + its rows
+    query_start: Sequence[int] | Ints  # [batch + 1]; rows from query_start[-1] on are padding
+    context: Sequence[int] | Ints  # [batch] keys its last row may see: computed + its rows
     block_tables: Tensor  # [batch, max_blocks] int64, a request's blocks in order
     logits_rows: Tensor  # [n] int64, the rows whose logits are wanted; n may be 0
     # [batch] whether the rows are a chunk of a prompt; None: they are if there are many. Many rows
     # of a decoding request are computed as few would be.
-    is_prefill: list[bool] | None = None
+    is_prefill: Sequence[bool] | NDArray[np.bool_] | None = None
 
 
 @attrs.frozen(eq=False)

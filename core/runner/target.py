@@ -14,13 +14,10 @@ from transformers import PreTrainedModel
 
 from specdec.errors import ConfigError, SpecdecError, TargetError
 from specdec.runner import model_support
-from specdec.runner.activation import fix_activations
 from specdec.runner.attention import NAME, AttentionContext, attending
 from specdec.runner.attention_plan import plan_attention
 from specdec.runner.hidden_states import HiddenStateHooks
 from specdec.runner.kv_cache import KVSpec, PagedKVCache
-from specdec.runner.linear import pack_linears, packable, packed_blocks, probe_blocks
-from specdec.runner.linear_groups import Siblings, recording
 from specdec.runner.model_loading import (
     check_device,
     check_module,
@@ -32,6 +29,7 @@ from specdec.runner.model_loading import (
 )
 from specdec.runner.model_probe import probe_exact, probe_packed
 from specdec.runner.model_support import architecture, refuse
+from specdec.runner.packing import pack_model
 from specdec.runner.row_blocks import RowBlocks
 from specdec.runner.rows import Rows, TargetOutputs
 from specdec.tokenizer import check_token
@@ -302,26 +300,10 @@ class TargetModel:
         return model_support.check_layers(context.seen, self.num_layers, self.name)
 
     def _pack(self, pack: bool) -> None:
-        if not pack or self.device.type != "cpu" or self.dtype != torch.float32:
-            return
-        siblings = self._siblings()
-        if self.deterministic:
-            self._blocks = packed_blocks(self.model) or probe_blocks(self.model, siblings)
-            fix_activations(self.model, self._blocks)
-        count = pack_linears(self.model, head=self.lm_head, blocks=self._blocks, siblings=siblings)
-        logger.debug("%s: %d linear layers packed", self.name, count)
-
-    def _siblings(self) -> Siblings:
-        """Linear layers that share their input and may become one product."""
-        layers = [module for module in self.model.modules() if packable(module)]
-        try:
-            # No inference mode: the recording asks tensors whether they were written to.
-            with torch.inference_mode(False), torch.no_grad(), recording(layers) as calls:
-                self._record_layers()
-        except Exception as error:  # whatever a model's own code raises
-            logger.debug("%s: no layers share a product: %s", self.name, reason(error))
-            return {}
-        return calls.siblings(self.model)
+        if pack and self.device.type == "cpu" and self.dtype == torch.float32:
+            self._blocks = pack_model(
+                self.model, self.lm_head, self._record_layers, deterministic=self.deterministic
+            )
 
 
 def _check_deterministic(model: PreTrainedModel, *, packs: bool) -> None:

@@ -599,9 +599,13 @@ def test_an_interrupt_in_a_step_ends_its_requests_and_leaves_the_llm_usable(
 @pytest.mark.parametrize(
     "where",
     [
-        "target.forward", "_committed", "_record", "reporting.step", "scheduler.admit",
+        "target.forward",
+        "_committed",
+        "_record",
+        "reporting.step",
+        "scheduler.admit",
         "scheduler.choose",
-    ],  # fmt: skip
+    ],
 )
 def test_an_error_of_our_own_ends_every_running_request(
     where: str, monkeypatch: pytest.MonkeyPatch

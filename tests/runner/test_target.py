@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import ConfigError, TargetError
-from specdec.runner import attention
+from specdec.runner import attention, product
 from specdec.runner.kv_cache import KVSpec
 from specdec.runner.linear import PackedLinear
 from specdec.runner.model_loading import check_module, resolve_device
+from specdec.runner.norm import RMSNorm
 from specdec.runner.target import Rows, TargetModel
 
 _BASE: dict[str, Any] = {
@@ -321,6 +322,66 @@ def folder(tmp_path: Path) -> Path:
     model = llama(hidden_size=128, intermediate_size=256, num_attention_heads=8)
     model.to(torch.bfloat16).save_pretrained(tmp_path)  # type: ignore[arg-type]
     return tmp_path
+
+
+def packable_llama(**changes: Any) -> PreTrainedModel:
+    model = llama(hidden_size=128, intermediate_size=256, **changes)
+    model.to(torch.float32)  # type: ignore[arg-type]
+    return model
+
+
+def test_layers_of_one_input_are_one_product_in_a_packed_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    widths: list[int] = []
+    real = product.packed_product
+
+    def spy(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        out = real(x, packed, bias)
+        widths.append(out.shape[-1])
+        return out
+
+    target = TargetModel.load(packable_llama(vocab_size=512), pack=True)
+    rows = one_request(target, TOKENS)
+    monkeypatch.setattr(product, "packed_product", spy)
+    target.forward(rows)
+    # q, k, v; o; gate, up; down, three times, and the head
+    assert widths == [128 + 64 + 64, 128, 512, 128] * 3 + [512]
+
+
+class Flattening(nn.Module):
+    """A feed-forward that looks at answers as one row, which parts of something wider are not."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.gate(x).view(-1).sigmoid() * self.up(x).view(-1)
+        out: Tensor = self.down(both.view(*x.shape[:-1], -1))
+        return out
+
+
+def test_layers_whose_answers_have_to_be_contiguous_stay_apart() -> None:
+    models = [packable_llama(), packable_llama()]
+    for model in models:
+        for layer in model.model.layers:
+            layer.mlp = Flattening(layer.mlp)
+    plain, packed = TargetModel.load(models[0]), TargetModel.load(models[1], pack=True)
+    assert any(isinstance(module, PackedLinear) for module in packed.model.modules())
+    got = packed.forward(one_request(packed, TOKENS)).logits
+    want = plain.forward(one_request(plain, TOKENS)).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+def test_norms_are_replaced_in_a_model_packed_for_speed_alone() -> None:
+    def norms(**options: Any) -> set[type]:
+        target = TargetModel.load(packable_llama(), **options)
+        return {type(m) for m in target.model.modules() if type(m).__name__.endswith("RMSNorm")}
+
+    assert norms(pack=True) == {RMSNorm}
+    assert RMSNorm not in norms()
+    assert RMSNorm not in norms(deterministic=True)
 
 
 def test_a_half_precision_folder_is_float32_and_packed_on_a_cpu(folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec.errors import ConfigError, TargetError
-from specdec.runner import attention, linear, product
+from specdec.runner import attend, linear, product
 from specdec.runner.linear import PackedLinear
 from specdec.runner.target import Rows, TargetModel
 
@@ -143,7 +143,7 @@ def test_the_exact_path_is_the_one_that_ran(
 ) -> None:
     shapes: list[tuple[int, int]] = []
     products: list[int] = []
-    exactly, multiply = attention._attend_exactly, product.packed_product
+    exactly, multiply = attend._attend_exactly, product.packed_product
 
     def spy_attention(rows: Tensor, k: Tensor, v: Tensor, tile: Any, rule: Any) -> Tensor:
         shapes.append((tile.q, tile.keys))
@@ -153,7 +153,7 @@ def test_the_exact_path_is_the_one_that_ran(
         products.append(x.numel() // x.shape[-1])
         return multiply(x, packed, bias)
 
-    monkeypatch.setattr(attention, "_attend_exactly", spy_attention)
+    monkeypatch.setattr(attend, "_attend_exactly", spy_attention)
     monkeypatch.setattr(product, "packed_product", spy_product)
     run = Run(target, [300, 36])
     run.step([40, 0])
@@ -170,7 +170,7 @@ def test_without_it_attention_takes_the_ordinary_path(monkeypatch: pytest.Monkey
     def fail(*_: Any) -> Tensor:
         raise AssertionError("exact attention ran")
 
-    monkeypatch.setattr(attention, "_attend_exactly", fail)
+    monkeypatch.setattr(attend, "_attend_exactly", fail)
     plain = TargetModel.load(llama(), pack=True)
     run = Run(plain, [40])
     run.step([34])
