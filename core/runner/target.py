@@ -18,6 +18,7 @@ from specdec.runner.attention import NAME, AttentionContext, attending
 from specdec.runner.attention_plan import plan_attention
 from specdec.runner.hidden_states import HiddenStateHooks
 from specdec.runner.kv_cache import KVSpec, PagedKVCache
+from specdec.runner.linear import PackedLinear
 from specdec.runner.model_loading import (
     check_device,
     check_module,
@@ -30,6 +31,7 @@ from specdec.runner.model_loading import (
 from specdec.runner.model_probe import probe_exact, probe_packed
 from specdec.runner.model_support import architecture, refuse
 from specdec.runner.packing import pack_model
+from specdec.runner.product import LEAST_ROWS
 from specdec.runner.row_blocks import RowBlocks
 from specdec.runner.rows import Rows, TargetOutputs
 from specdec.tokenizer import check_token
@@ -71,6 +73,7 @@ class TargetModel:
         self._blocks: RowBlocks | None = None
         self._wants_pre_head = False
         self.attention_calls = 0  # of the last forward
+        self.least_rows = 1  # fewer rows take no less time: pad them once, not in every layer
         with torch.inference_mode():
             self.kv_specs: list[KVSpec] = self._record_layers()
             if probe:
@@ -304,6 +307,8 @@ class TargetModel:
             self._blocks = pack_model(
                 self.model, self.lm_head, self._record_layers, deterministic=self.deterministic
             )
+            if any(isinstance(module, PackedLinear) for module in self.model.modules()):
+                self.least_rows = LEAST_ROWS
 
 
 def _check_deterministic(model: PreTrainedModel, *, packs: bool) -> None:

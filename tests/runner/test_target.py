@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import transformers
@@ -372,6 +373,25 @@ def test_layers_whose_answers_have_to_be_contiguous_stay_apart() -> None:
     got = packed.forward(one_request(packed, TOKENS)).logits
     want = plain.forward(one_request(plain, TOKENS)).logits
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+def test_rows_padded_to_the_least_number_have_the_same_logits() -> None:
+    assert TargetModel.load(packable_llama()).least_rows == 1
+    target = TargetModel.load(packable_llama(), pack=True)
+    last = attrs.evolve(
+        one_request(target, TOKENS, torch.tensor([0])),
+        tokens=TOKENS[-1:],
+        positions=torch.tensor([10]),
+        query_start=[0, 1],
+    )
+    target.forward(one_request(target, TOKENS))  # on a cache of its own: fills it
+    want = target.forward(last).logits
+    more = torch.zeros(target.least_rows - 1, dtype=torch.int64)
+    padded = attrs.evolve(
+        last, tokens=torch.cat([last.tokens, more]), positions=torch.cat([last.positions, more])
+    )
+    assert len(padded.tokens) == 4
+    torch.testing.assert_close(target.forward(padded).logits, want, rtol=1e-5, atol=1e-4)
 
 
 def test_norms_are_replaced_in_a_model_packed_for_speed_alone() -> None:
