@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from specdec.bench.environment import device_name
+
 PACKAGES = ("specdec-core", "torch", "transformers", "triton", "numpy")
 
 
 def environment() -> dict[str, Any]:
     """Device, threads, versions and commit."""
     return {
-        "device": _device(),
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
@@ -25,17 +27,6 @@ def environment() -> dict[str, Any]:
         **{name: _version(name) for name in PACKAGES},
         "commit": _commit(),
     }
-
-
-def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _version(name: str) -> str:

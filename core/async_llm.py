@@ -15,6 +15,7 @@ from specdec.llm import LLM
 from specdec.metrics import SpeculationMetrics
 from specdec.output_stream import Inbox, OutputStream, check_loop
 from specdec.prompts import Prompt, is_chat
+from specdec.request_checks import check_request_id
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -200,11 +201,7 @@ class AsyncLLM:
         used = self._engine.inboxes
         if request_id is None:
             return next(name for name in map(str, self._numbers) if name not in used)
-        named: object = request_id
-        if not (isinstance(named, str) and named):
-            raise PromptError(f"request_id is {request_id!r}, but it has to be a text")
-        if request_id in used:
-            raise PromptError(f"request_id {request_id!r} is in use by a request that still runs")
+        check_request_id(request_id, used)
         return request_id
 
     # -- end ---------------------------------------------------------------

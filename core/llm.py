@@ -17,6 +17,7 @@ from specdec.metrics import SpeculationMetrics
 from specdec.outputs import RequestOutput
 from specdec.prompts import Prompt, is_chat
 from specdec.request import Request
+from specdec.request_checks import check_request_id
 from specdec.runner.assemble import Assembly, assemble
 from specdec.runner.engine_settings import EngineSettings
 from specdec.sampling_params import SamplingParams
@@ -355,11 +356,8 @@ class LLM:
             OutOfMemoryError: the request alone could outgrow the cache.
         """
         self._open()
-        named: object = request_id
-        if named is not None and not (isinstance(named, str) and named):
-            raise PromptError(f"request_id is {request_id!r}, but it has to be a text")
-        if request_id in self._added:
-            raise PromptError(f"request_id {request_id!r} is in use by a request that still runs")
+        if request_id is not None:
+            check_request_id(request_id, self._added)
         made = self._intake.requests(prompt, sampling_params, priority, request_id, single=True)
         self._added.start(made)
         return made[0].request_id

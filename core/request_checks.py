@@ -5,7 +5,7 @@ where: names the prompt in messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from specdec._structure import shown
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 _MOST_BAD_TOKENS = 1024  # of all bad words of a request
 _LONGEST_BAD_WORD = 64  # every step compares the words of all requests at their longest
+
+
+def check_request_id(request_id: object, used: Container[str]) -> None:
+    """Refuse an id that is no text, or that one of the running requests has."""
+    if not (isinstance(request_id, str) and request_id):
+        raise PromptError(f"request_id is {request_id!r}, but it has to be a text")
+    if request_id in used:
+        raise PromptError(f"request_id {request_id!r} is in use by a request that still runs")
 
 
 def check_prompt(ids: Sequence[int], where: str, *, vocab_size: int, max_model_len: int) -> None:

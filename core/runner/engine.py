@@ -95,17 +95,19 @@ class Engine:
             # a processor or an observer asks, or a stream that nobody reads is collected: a step
             # does not lose requests on its way
             self._to_abort.extend(sequences)
-            return
-        for sequence in sequences:
-            if sequence.finish_reason is None:
-                self._finish(sequence, "abort")
-        self._deliver()
+        else:
+            self._end(sequences, "abort")
 
-    def fail(self, sequences: Iterable[Sequence], reason: str) -> None:
+    def fail(self, sequences: Iterable[Sequence], error: str) -> None:
         """End sequences that have not ended with an error."""
+        self._end(sequences, "error", error)
+
+    def _end(
+        self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None
+    ) -> None:
         for sequence in sequences:
             if sequence.finish_reason is None:
-                self._finish(sequence, "error", reason)
+                self._finish(sequence, reason, error)
         self._deliver()
 
     def abort_all(self) -> None:
@@ -226,20 +228,22 @@ class Engine:
 
     def _leaving(self, sequence: Sequence) -> None:
         """Keep what a sequence needs when it loses its slot."""
-        self.sync(sequence)
+        self._sync_tokens(sequence)
         self.editing.clear(sequence.slot)
         if sequence.finish_reason is None:  # set aside: everything of it was counted
             self._count(sequence, sequence.slot)
 
     def sync(self, sequence: Sequence) -> None:
-        """Bring a sequence's tokens and times up to date with its slot."""
+        """Bring a sequence's tokens, times and numbers up to date with its slot."""
+        if sequence.slot >= 0:
+            self._sync_tokens(sequence)
+            sequence.counted = self.counter.peek(sequence.slot)
+
+    def _sync_tokens(self, sequence: Sequence) -> None:
         slot = sequence.slot
-        if slot < 0:
-            return
-        known = len(sequence.prompt) + len(sequence.emitted)
-        sequence.emitted += self.slots.history[slot, known : self.slots.length[slot]].tolist()
+        new = self.slots.history[slot, sequence.num_known : self.slots.length[slot]]
+        sequence.emitted += new.tolist()
         sequence.metrics.first_token_time = float(self.slots.first_time[slot]) or None
-        sequence.counted = self.counter.peek(slot)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         slot = sequence.slot
@@ -308,8 +312,7 @@ class Engine:
         first = which[(kept > 0) & (self.slots.first_time[which] == 0)]
         self.slots.first_time[first] = time.perf_counter()
         self.logprobs.record(block, verdict)
-        for request, reason in failed.items():
-            self._finish(self.scheduler.running[int(which[request])], "error", reason)
+        self._fail(which, failed)
         for request, string in strings.items():
             sequence = self.scheduler.running[int(which[request])]
             sequence.stop_reason = string

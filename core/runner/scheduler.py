@@ -203,8 +203,7 @@ class Scheduler:
         """Give pages to everybody who decodes; drafts give way first, then the lowest rank."""
         state = self.slots
         which = self._decoding()
-        for slot in which[self._lacking(which, 0) > 0].tolist():
-            needed = int(self._lacking(np.array([slot]), 0)[0])
+        for slot, needed in _positive(which, self._lacking(which, 0)):
             if needed > self.pool.free:
                 self._take_spare(which)
             while state.running[slot] and needed > self.pool.free:
@@ -212,8 +211,7 @@ class Scheduler:
             if state.running[slot]:
                 self._give(slot, needed)
         which = which[state.running[which]]
-        for slot in which[self._lacking(which, state.num_drafts[which]) > 0].tolist():
-            needed = int(self._lacking(np.array([slot]), state.num_drafts[slot])[0])
+        for slot, needed in _positive(which, self._lacking(which, state.num_drafts[which])):
             if needed <= self.pool.free:
                 self._give(slot, needed)
                 continue
@@ -228,9 +226,9 @@ class Scheduler:
 
     def _take_spare(self, which: Ints) -> None:
         """Take back pages that were given for drafts and hold no token."""
-        for slot in which[self._lacking(which, 0) < 0].tolist():
+        for slot, spare in _positive(which, -self._lacking(which, 0)):
             if self.slots.running[slot]:
-                sequence, spare = self.running[slot], -int(self._lacking(np.array([slot]), 0)[0])
+                sequence = self.running[slot]
                 self.pool.release(sequence.blocks[-spare:])
                 del sequence.blocks[-spare:]
                 self.slots.take_blocks(slot, spare)
@@ -313,3 +311,9 @@ class Scheduler:
             most -= 1
         if most < drafts.max(initial=0):
             self._shorten(decode, most, BATCH)
+
+
+def _positive(slots: Ints, numbers: Ints) -> list[tuple[int, int]]:
+    """The slots whose number is above 0, each with it."""
+    chosen = numbers > 0
+    return list(zip(slots[chosen].tolist(), numbers[chosen].tolist(), strict=True))
