@@ -347,7 +347,8 @@ class Pools:
         `block_tables[slot, p // block_size] * block_size + p % block_size`. Block 0 belongs to
         nobody: padding writes there.
     target_kv: the same of the target's own layers if the capabilities ask for them. Read only:
-        valid up to `SlotState.computed` of each slot.
+        valid up to `SlotState.computed` of each slot. On a CPU all of these are views, not
+        contiguous.
     max_rows: rows that a step can have at most.
     """
 

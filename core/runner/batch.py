@@ -41,13 +41,13 @@ def build(
     schedule: Schedule,
     slots: Slots,
     *,
-    pad_rows: int,
+    least_rows: int = 1,
     device: torch.device,
     also_read: tuple[Ints, Ints] | None = None,
 ) -> Batch:
     """Lay out the rows that the schedule asks for.
 
-    pad_rows: the number of rows is rounded up to a multiple of it.
+    least_rows: fewer rows are padded to this many; the target computes them at no less cost.
     also_read: (requests, rows of each) whose logits are wanted without being sampled from; they
         come after those that are.
     """
@@ -58,7 +58,7 @@ def build(
     start[1 : requests + 1] = np.cumsum(counts)
     start[requests + 1 :] = start[requests]
     total = int(start[-1])
-    padded = -(-total // pad_rows) * pad_rows
+    padded = max(total, least_rows)
 
     owner = np.repeat(np.arange(requests), counts)
     local = np.arange(total) - start[owner]
@@ -79,7 +79,6 @@ def build(
     logits_rows = start[reader + 1] - back
     if also_read is not None:
         logits_rows = np.concatenate([logits_rows, start[also_read[0]] + also_read[1]])
-    logits_rows = _pad(logits_rows, -(-len(logits_rows) // pad_rows) * pad_rows, 0)
     padded_position = _pad(position, padded, 0)
 
     padded_slots = _pad(schedule.slots, batch, -1)

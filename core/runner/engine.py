@@ -45,7 +45,6 @@ class Engine:
     """Runs steps over everything that was added. Used by one thread at a time.
 
     counter: the observer that counts speculation; one of the session's.
-    pad_rows: rows of a step are rounded up to a multiple of it.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Engine:
         drafting: Drafting | None,
         counter: StepCounter,
         editing: Editing,
-        pad_rows: int = 1,
     ) -> None:
         self.target = target
         self.slots = slots
@@ -67,7 +65,6 @@ class Engine:
         self.drafting = drafting
         self.counter = counter
         self.editing = editing
-        self.pad_rows = pad_rows
         self.logprobs = SequenceLogprobs(slots, scheduler.running)
         self.stepping = False
         self._to_abort: list[Sequence] = []  # once the step that runs is over
@@ -154,7 +151,7 @@ class Engine:
         batch = build(
             schedule,
             self.slots,
-            pad_rows=self.pad_rows,
+            least_rows=self.target.least_rows,
             device=self.target.device,
             also_read=self.logprobs.rows(schedule),
         )

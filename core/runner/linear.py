@@ -15,6 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specdec.errors import ConfigError
+from specdec.runner.huge_pages import use_huge_pages
 from specdec.runner.linear_groups import GroupPart, LinearGroup, Siblings
 from specdec.runner.product import Product, available, least_rows
 from specdec.runner.row_blocks import RowBlocks
@@ -94,15 +95,19 @@ def pack_linears(
         return 0
     kept = _shared(model) | ({id(head.weight)} if head is not None else set())
     replaced: dict[int, PackedLinear] = {}
+    packed: list[Tensor] = []
     for parent, names in _products(model, siblings):
         layers = [parent.get_submodule(name) for name in names]
         if id(layers[0]) not in replaced:
             if blocks is None and sum(_dense(layer).numel() for layer in layers) < _SMALL:
                 continue
             product = Product(*_joined(layers), blocks=blocks, head=layers[0] is head)
+            if product.packed is not None:
+                packed.append(product.packed)
             replaced |= _replacements(layers, product, blocks, kept)
         for name in names:
             setattr(parent, name, replaced[id(parent.get_submodule(name))])
+    use_huge_pages(packed)
     return len(replaced)
 
 

@@ -39,8 +39,8 @@ class Product:
         self._bias = None if bias is None else bias.detach()
         self._blocks = blocks
         self._head = head
-        self._packed = pack(weight) if available() else None
-        self._dense = weight if self._packed is None else None
+        self.packed = pack(weight) if available() else None  # in a layout of oneDNN's own
+        self._dense = weight if self.packed is None else None
         self._least = LEAST_ROWS
         if blocks is not None:
             self._least = blocks.least.get((self.out_features, self.in_features), LEAST_ROWS)
@@ -63,10 +63,10 @@ class Product:
 
     def dense(self) -> Tensor:
         """The weight, [out_features, in_features]: a copy where it is packed."""
-        if self._packed is None:
+        if self.packed is None:
             assert self._dense is not None
             return self._dense
-        return self._packed.to_dense()
+        return self.packed.to_dense()
 
     def _multiply(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
@@ -78,9 +78,9 @@ class Product:
         return self._padded(flat)[:rows].view(*x.shape[:-1], self.out_features)
 
     def _padded(self, x: Tensor) -> Tensor:
-        if self._packed is None:
+        if self.packed is None:
             return F.linear(x, self.dense(), self._bias)
-        return packed_product(x, self._packed, self._bias)
+        return packed_product(x, self.packed, self._bias)
 
 
 def available() -> bool:

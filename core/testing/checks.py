@@ -113,7 +113,7 @@ def assert_lossless(
                 drafted += engine.metrics.num_draft_tokens
             assert actual == expected, f"{what}, k={k}: {actual} instead of {expected}"
         with LLM(model, speculative_config=config, **llm) as engine:
-            engine._loaded.engine.pad_rows = 8
+            engine._loaded.engine.target.least_rows = 8
             actual = _tokens(engine, prompts, mixed)
         assert actual == plain, f"with padding rows, k={k}: {actual} instead of {plain}"
         assert drafted or not must_draft, (

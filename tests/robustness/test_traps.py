@@ -511,7 +511,7 @@ def test_e48_nothing_past_the_committed_tokens_is_read_from_the_cache(method: ty
         max_model_len=64, max_num_batched_tokens=13,
     ) as llm:  # fmt: skip
         poison.llm = llm
-        llm._loaded.engine.pad_rows = 8
+        llm._loaded.engine.target.least_rows = 8
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == list(streams.values())
 

@@ -68,7 +68,7 @@ def test_batches_are_padded_to_powers_of_two(requests: int, padded: int) -> None
 
 
 def test_rows_lie_one_request_after_the_other(slots: Slots, schedule: Schedule) -> None:
-    batch = build(schedule, slots, pad_rows=1, device=CPU)
+    batch = build(schedule, slots, device=CPU)
     step = batch.step
     assert step.tokens.tolist() == [15, 77, 78, 32, 24, 25, 26, 27, 40, 41]
     assert step.positions.tolist() == [5, 6, 7, 2, 4, 5, 6, 7, 0, 1]
@@ -90,30 +90,28 @@ def test_rows_that_are_only_read_come_after_those_that_are_sampled_from(
     slots: Slots, schedule: Schedule
 ) -> None:
     also = np.array([2, 2, 3]), np.array([0, 3, 0])
-    plain = build(schedule, slots, pad_rows=1, device=CPU).step
-    step = build(schedule, slots, pad_rows=1, device=CPU, also_read=also).step
+    plain = build(schedule, slots, device=CPU).step
+    step = build(schedule, slots, device=CPU, also_read=also).step
     assert step.logits_rows.tolist() == [*plain.logits_rows.tolist(), 4, 7, 8]
     assert step.predicted.tolist() == [*plain.predicted.tolist(), 5, 8, 1]
     assert step.logits_start.tolist() == plain.logits_start.tolist()
-    padded = build(schedule, slots, pad_rows=3, device=CPU, also_read=also).step
-    assert padded.logits_rows.tolist() == [*step.logits_rows.tolist(), 0]
 
 
 def test_padding_owns_no_rows(slots: Slots, schedule: Schedule) -> None:
-    step = build(part(schedule, 3), slots, pad_rows=8, device=CPU).step
+    step = build(part(schedule, 3), slots, least_rows=8, device=CPU).step
     assert step.batch == 4
     assert step.slots.tolist() == [0, 2, 1, -1]
     assert step.query_start.tolist() == [0, 3, 4, 8, 8]
     assert step.logits_start.tolist() == [0, 3, 4, 4, 4]
     assert step.samples.tolist() == [True, True, False, False]
     assert len(step.tokens) == 8
-    step = build(part(schedule, 1), slots, pad_rows=8, device=CPU).step
+    step = build(part(schedule, 1), slots, least_rows=8, device=CPU).step
     assert (step.batch, len(step.tokens), step.query_start.tolist()) == (1, 8, [0, 3])
     assert step.tokens.tolist()[3:] == [0] * 5
 
 
 def test_a_request_alone_is_a_step_of_its_own(slots: Slots, schedule: Schedule) -> None:
-    whole = build(schedule, slots, pad_rows=4, device=CPU).step
+    whole = build(schedule, slots, least_rows=16, device=CPU).step
     host = HostStep(schedule.slots, np.array([3, 2, 1, 0]), slots.history, slots.length)
     numbered = torch.arange(4)
     whole = attrs.evolve(whole, valid_rows=numbered, next_token=numbered, k=numbered, host=host)
@@ -152,7 +150,7 @@ def test_a_request_alone_is_a_step_of_its_own(slots: Slots, schedule: Schedule) 
 def test_without_captured_states_there_are_none_for_one_request(
     slots: Slots, schedule: Schedule
 ) -> None:
-    step = build(schedule, slots, pad_rows=1, device=CPU).step
+    step = build(schedule, slots, device=CPU).step
     own = only_outputs(TargetOutputs(captured={}, post_norm=None), step, 1)
     assert (own.captured, own.post_norm) == ({}, None)
 
@@ -167,7 +165,7 @@ def test_padding_rows_change_no_token() -> None:
     table = torch.randn(61, 61, generator=torch.Generator().manual_seed(0))
     config = {"method": BigramSpeculator, "table": table, "num_speculative_tokens": 3}
     with LLM(model, speculative_config=config, max_num_batched_tokens=7) as llm:
-        llm._loaded.engine.pad_rows = 8
+        llm._loaded.engine.target.least_rows = 24
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [[o.outputs[0].token_ids] for o in outputs] == emitted(model, prompts, params)
 

@@ -53,14 +53,14 @@ def decoding(slots: Slots, *which: int) -> Batch:
     index = np.array(which)
     ones = np.ones(len(which), dtype=bool)
     schedule = Schedule(index, 1 + slots.num_drafts[index], ~ones, ones, ~ones)
-    return build(schedule, slots, pad_rows=1, device=CPU)
+    return build(schedule, slots, device=CPU)
 
 
 def chunk(slots: Slots, rows: int, *, samples: bool, is_chunk: bool = True) -> Batch:
     """A step of slot 0 in its prompt, or in what it emitted before it was set aside."""
     one = np.ones(1, dtype=bool)
     schedule = Schedule(np.array([0]), np.array([rows]), one, one & samples, one & is_chunk)
-    return build(schedule, slots, pad_rows=1, device=CPU)
+    return build(schedule, slots, device=CPU)
 
 
 def committed(batch: Batch, found: Verdict, slots: Slots) -> tuple[Block, Commit]:

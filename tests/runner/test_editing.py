@@ -58,7 +58,7 @@ def new_editing() -> Editing:
 def decoding(slots: Slots, *which: int) -> Batch:
     index, ones = np.array(which), np.ones(len(which), dtype=bool)
     schedule = Schedule(index, 1 + slots.num_drafts[index], ~ones, ones, ~ones)
-    return build(schedule, slots, pad_rows=1, device=CPU)
+    return build(schedule, slots, device=CPU)
 
 
 def logits_for(batch: Batch) -> Tensor:
@@ -188,7 +188,7 @@ def test_a_chunk_of_a_prompt_has_no_rows_to_process(place: Place) -> None:
     editing.slots.computed[0] = 0
     one = np.ones(1, dtype=bool)
     schedule = Schedule(np.array([0]), np.array([2]), one, ~one, one)
-    batch = build(schedule, editing.slots, pad_rows=1, device=CPU)
+    batch = build(schedule, editing.slots, device=CPU)
     assert editing.apply(batch, torch.empty(0, VOCAB)).failed == {}
 
 
