@@ -6,6 +6,7 @@ dtype, device; no values, so no device synchronisation) and call the implementat
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 import torch
@@ -39,11 +40,12 @@ METHODS = ("coupled", "standard", "block", "synthetic")
 DRAWS = ("greedy", "coupled", "independent")
 
 # Device types with an implementation of their own; the reference serves all others.
-_IMPLEMENTATIONS: dict[str, ModuleType] = {"cpu": reference}
+_IMPLEMENTATIONS = {"cuda": "specdec_kernels.gpu.verification"}
 
 
 def _implementation(device: torch.device) -> ModuleType:
-    return _IMPLEMENTATIONS.get(device.type, reference)
+    name = _IMPLEMENTATIONS.get(device.type)
+    return reference if name is None else importlib.import_module(name)
 
 
 def verify(
@@ -57,6 +59,7 @@ def verify(
     method: str,
     q: DenseQ | SparseQ | None = None,
     acceptance_rates: Tensor | None = None,
+    truncate: bool = True,
 ) -> Verified:
     """Accept a prefix of every request's drafts and add one token of the target's own.
 
@@ -82,6 +85,8 @@ def verify(
     q: the law the drafts were drawn from; None when they are deterministic or the law is unknown.
         Drafts drawn with `how="coupled"` have no law that "standard" or "block" may be given.
     acceptance_rates: float32 [K or more], for "synthetic": given that all drafts before were kept.
+    truncate: False leaves out min-p, top-k and top-p whatever `sampling` holds: on a GPU a batch
+        that is known not to use them then saves their launches.
 
     Every token emitted but the accepted drafts is drawn from its row; `Verified.rows` names the
     rows. A row that excludes all ids (-inf or NaN) gives id 0.
@@ -122,16 +127,20 @@ def verify(
         method=method,
         q=q,
         acceptance_rates=acceptance_rates,
+        truncate=truncate,
     )
     return verified
 
 
-def sample(logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling) -> Tensor:
+def sample(
+    logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling, *, truncate: bool = True
+) -> Tensor:
     """Plain decoding: one token per row.
 
     logits: any float dtype [R, V]; positions: int64 [R], the index of the token drawn;
-    slots: int64 [R], -1 for padding. Returns int64 [R], -1 for padding. Bit for bit the token that
-    `verify` emits for a request of this one row without drafts, under any lossless method.
+    slots: int64 [R], -1 for padding; truncate: as for `verify`. Returns int64 [R], -1 for padding.
+    Bit for bit the token that `verify` emits for a request of this one row without drafts, under
+    any lossless method.
 
     >>> sampling = Sampling(
     ...     stream=torch.tensor([make_stream(seed=1, index=0)]),
@@ -148,7 +157,9 @@ def sample(logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling)
     check.tensor("positions", positions, "R", torch.int64)
     check.tensor("slots", slots, "R", torch.int64)
     check.sampling(sampling)
-    tokens: Tensor = _implementation(logits.device).sample(logits, positions, slots, sampling)
+    tokens: Tensor = _implementation(logits.device).sample(
+        logits, positions, slots, sampling, truncate=truncate
+    )
     return tokens
 
 

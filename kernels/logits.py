@@ -23,6 +23,17 @@ def is_greedy(slots: Tensor, sampling: Sampling) -> Tensor:
     return sampling.temperature[slots.clamp(min=0)] < GREEDY_BELOW
 
 
+def truncates(slots: Tensor, sampling: Sampling) -> Tensor:
+    """Which requests exclude ids by min-p, top-k or top-p: bool [n]."""
+    return (sampling.min_p[slots] > 0) | (sampling.top_k[slots] > 0) | (sampling.top_p[slots] < 1)
+
+
+def whole(sampling: Sampling) -> Sampling:
+    """The same without min-p, top-k and top-p."""
+    off = torch.zeros_like(sampling.min_p)
+    return sampling._replace(min_p=off, top_k=torch.zeros_like(sampling.top_k), top_p=off + 1)
+
+
 def tempered(logits: Tensor, slots: Tensor, sampling: Sampling) -> Tensor:
     """New float32 [n, V]: logits over temperature (1 for greedy rows), NaN excluded."""
     temperature = sampling.temperature[slots]

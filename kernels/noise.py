@@ -18,11 +18,16 @@ from torch.nn.functional import pad
 # Ids [g * GROUP, (g + 1) * GROUP) are drawn as one, then the id within. 1 is one flat draw.
 GROUP = 32
 
+# Draws from the whole law, one after the other, until truncation keeps one; then one from what it
+# keeps. Each has its own `index`.
+ATTEMPTS = 4
+
 # What a number is for. `draw` takes a *_TOKEN domain and uses the next one to choose the group.
 TARGET_TOKEN, TARGET_GROUP = 0, 1
 RESIDUAL_TOKEN, RESIDUAL_GROUP = 2, 3
 DRAFT_TOKEN, DRAFT_GROUP = 4, 5
 ACCEPT = 6
+REDRAW_TOKEN, REDRAW_GROUP = 7, 8
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from specdec_kernels import noise, rejection
 from specdec_kernels.chains import Chains, Given, Rule, at, chains_of, first_largest, prefix, take
-from specdec_kernels.logits import is_greedy, process_logits, tempered
+from specdec_kernels.logits import is_greedy, process_logits, tempered, whole
 from specdec_kernels.types import DenseQ, Sampling, SparseQ, Verified
 
 __all__ = ["process_logits", "sample", "sample_draft", "verify"]
@@ -33,8 +33,11 @@ def verify(
     method: str,
     q: DenseQ | SparseQ | None = None,
     acceptance_rates: Tensor | None = None,
+    truncate: bool = True,
 ) -> Verified:
     """Accept a prefix of every request's drafts and add one token of the target's."""
+    if not truncate:
+        sampling = whole(sampling)
     given = Given(logits, positions, sampling, q, acceptance_rates)
     chains = chains_of(logits.shape[1], logits_start, draft_tokens, slots)
     active = (logits_start.diff() > 0) & (slots >= 0)
@@ -51,12 +54,16 @@ def verify(
     return Verified(tokens.where(emitted, -1), count, chains.row.where(emitted, -1))
 
 
-def sample(logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling) -> Tensor:
+def sample(
+    logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling, *, truncate: bool = True
+) -> Tensor:
     """Plain decoding: one token per row, the one that `verify` gives without drafts."""
+    if not truncate:
+        sampling = whole(sampling)
     given = Given(logits, positions, sampling, None, None)
     greedy, padding = is_greedy(slots, sampling), slots < 0
     tokens = torch.full_like(slots, -1)
-    for wanted, choose in ((greedy, _argmax), (~greedy, _drawn)):
+    for wanted, choose in ((greedy, _argmax), (~greedy, rejection.drawn)):
         rows = (wanted & ~padding).nonzero().squeeze(-1)
         if rows.numel():
             tokens[rows] = choose(given, rows, slots[rows])
@@ -101,12 +108,6 @@ def _argmax(given: Given, rows: Tensor, slots: Tensor) -> Tensor:
     return first_largest(take(given.logits, rows))
 
 
-def _drawn(given: Given, rows: Tensor, slots: Tensor) -> Tensor:
-    weights = process_logits(take(given.logits, rows), slots, given.sampling)
-    stream = given.sampling.stream[slots]
-    return noise.draw(weights, stream, given.positions[rows], noise.TARGET_TOKEN)
-
-
 def _match(choose: Callable[[Given, Tensor, Tensor], Tensor]) -> Rule:
     def rule(given: Given, chains: Chains) -> tuple[Tensor, Tensor]:
         live = chains.column <= chains.length[:, None]
@@ -120,7 +121,7 @@ def _match(choose: Callable[[Given, Tensor, Tensor], Tensor]) -> Rule:
 
 
 _RULES: dict[str, tuple[Rule, Rule]] = {  # of greedy requests, of sampled ones
-    "coupled": (_match(_argmax), _match(_drawn)),
+    "coupled": (_match(_argmax), _match(rejection.drawn)),
     "standard": (_match(_argmax), rejection.standard),
     "block": (_match(_argmax), rejection.block),
     "synthetic": (rejection.synthetic_greedy, rejection.synthetic),

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from specdec_kernels import noise
 from specdec_kernels.chains import Chains, Given, at, first_largest, prefix, take, uniforms
-from specdec_kernels.logits import log_total, process_logits, tempered
+from specdec_kernels.logits import log_total, process_logits, tempered, truncates
 from specdec_kernels.types import DenseQ
 
 
@@ -90,27 +90,63 @@ def _residual(log_p: Tensor, log_q: Tensor | None, draft: Tensor) -> Tensor:
     return (log_p + torch.log1p(-rho)).where(rho < 1, -inf)
 
 
+def drawn(given: Given, rows: Tensor, slots: Tensor) -> Tensor:
+    """The target's own tokens for rows of sampled requests: int64 [n].
+
+    A draw from the whole law, as a coupled drafter makes it too. Where truncation excludes what it
+    gave, another one, noise.ATTEMPTS in all, and then one from what is left. That has the truncated
+    law: with P the mass that truncation keeps, the first n draws give x with probability
+    (1 - (1 - P)^n) p(x) / P, and the last one has the rest.
+    """
+    logits = take(given.logits, rows)
+    stream, positions = given.sampling.stream[slots], given.positions[rows]
+    weights = tempered(logits, slots, given.sampling)
+    tokens = noise.draw(weights, stream, positions, noise.TARGET_TOKEN)
+    some = truncates(slots, given.sampling).nonzero().squeeze(-1)
+    if not some.numel():
+        return tokens
+    kept = process_logits(logits[some], slots[some], given.sampling)
+    weights, stream, positions = weights[some], stream[some], positions[some]
+    for attempt in range(1, noise.ATTEMPTS + 1):
+        lost = at(kept, tokens[some]) == -inf
+        if not lost.any():
+            break
+        some, kept, weights = some[lost], kept[lost], weights[lost]
+        stream, positions = stream[lost], positions[lost]
+        if attempt < noise.ATTEMPTS:
+            again = noise.draw(weights, stream, positions, noise.TARGET_TOKEN, attempt)
+        else:
+            again = noise.draw(kept, stream, positions, noise.REDRAW_TOKEN)
+        tokens[some] = again
+    return tokens
+
+
 def _next_token(
     given: Given, chains: Chains, accepted: Tensor, log_rho: Tensor | None = None
 ) -> Tensor:
     """The token after `accepted` drafts: from the residual of the refused one, else from p."""
     rows = at(chains.row, accepted)
-    weights = process_logits(take(given.logits, rows), chains.slot, given.sampling)
     rejected = accepted < chains.length
+    tokens = torch.empty_like(rows)
+    all_kept = (~rejected).nonzero().squeeze(-1)
+    if all_kept.numel():
+        tokens[all_kept] = drawn(given, rows[all_kept], chains.slot[all_kept])
     some = rejected.nonzero().squeeze(-1)
     if some.numel():
-        column = accepted[some]
-        log_p = weights[some].log_softmax(-1)
+        rows, slots, column = rows[some], chains.slot[some], accepted[some]
+        weights = process_logits(take(given.logits, rows), slots, given.sampling)
+        log_p = weights.log_softmax(-1)
         if log_rho is not None:
             log_p = log_p + log_rho[some, None]
         draft = chains.draft[some, column]
-        rest = _residual(log_p, _log_q(given, chains.slot[some], column, draft), draft)
+        rest = _residual(log_p, _log_q(given, slots, column, draft), draft)
         # by rounding p may exceed q nowhere; then p = q as far as floats tell
         possible = (rest > -inf).any(-1, keepdim=True)
-        weights[some] = rest.where(possible, weights[some])
-    # the residual may share no noise with the bonus of this position or with its drafts
-    domain = torch.where(rejected, noise.RESIDUAL_TOKEN, noise.TARGET_TOKEN)
-    return noise.draw(weights, given.sampling.stream[chains.slot], given.positions[rows], domain)
+        rest = rest.where(possible, weights)
+        # the residual may share no noise with the bonus of this position or with its drafts
+        stream, domain = given.sampling.stream[slots], noise.RESIDUAL_TOKEN
+        tokens[some] = noise.draw(rest, stream, given.positions[rows], domain)
+    return tokens
 
 
 def _log_q(given: Given, slots: Tensor, column: Tensor, draft: Tensor) -> Tensor | None:

@@ -25,7 +25,7 @@ from specdec.runner import commit, editing, engine
 from specdec.runner.drafting import Drafting
 from specdec.runner.sequence_logprobs import SequenceLogprobs
 from specdec.testing import OracleSpeculator, WrongSpeculator, tiny_target, toy_target
-from specdec_kernels import edit_logits, reference
+from specdec_kernels import edit_logits, reference, rejection
 
 VOCAB, K = 32, 4
 EOS = 1
@@ -286,8 +286,8 @@ def break_law(patch: Patch, how: str) -> None:
             top_p=torch.ones_like(sampling.top_p),
             min_p=torch.zeros_like(sampling.min_p),
         )
-        right = reference._drawn(given, rows, slots)
-        wrong = reference._drawn(given._replace(sampling=off), rows, slots)
+        right = rejection.drawn(given, rows, slots)
+        wrong = rejection.drawn(given._replace(sampling=off), rows, slots)
         seen = seen_by(how, rows - rows[0], torch.tensor(len(rows)))  # there is one request
         return right.where(seen, wrong)
 
