@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec_kernels import reference
 from specdec_kernels._checks import Arguments, device_of
+from specdec_kernels.candidates import DraftVocabulary, draft_vocabulary
 from specdec_kernels.edits import edit_logits, empty_rows
 from specdec_kernels.logprobs import TokenLogprobs, token_logprobs
 from specdec_kernels.noise import make_stream
@@ -21,11 +22,13 @@ from specdec_kernels.types import DenseQ, Edits, Sampling, SparseQ, Verified
 
 __all__ = [
     "DenseQ",
+    "DraftVocabulary",
     "Edits",
     "Sampling",
     "SparseQ",
     "TokenLogprobs",
     "Verified",
+    "draft_vocabulary",
     "edit_logits",
     "empty_rows",
     "make_stream",
@@ -171,8 +174,10 @@ def sample_draft(
     *,
     how: str,
     column: int,
-    vocab_map: Tensor | None = None,
+    vocab_map: Tensor | DraftVocabulary | None = None,
     vocab_size: int | None = None,
+    candidates: SparseQ | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """One draft per request, from the drafter's logits. Only temperature applies to drafts.
 
@@ -187,8 +192,14 @@ def sample_draft(
         Greedy requests take the argmax (of the drafter's ids the lowest) however they are asked.
     column: which draft of its step this is; independent noise differs between columns, because a
         position may be drafted again in a later step.
-    vocab_map: int64 [Vd], distinct target ids of the drafter's ids; needs vocab_size.
+    vocab_map: int64 [Vd], distinct target ids of the drafter's ids; needs vocab_size. Or what
+        `draft_vocabulary` made of them, once: faster on a GPU.
     vocab_size: the target's V. Without a map, ids from V on are never drafted.
+    candidates: draw among the C likeliest ids alone (of equal ones the drafter's lowest), and write
+        them at [slot, column], likeliest first, -1 for none; logits before temperature, in the
+        dtype of `logits`.
+    lse: float32 [slots, column + 1 or more], written at [slot, column]: the log-sum-exp of the
+        logits over temperature that the draft was drawn from. Greedy requests write neither.
 
     >>> off = torch.zeros(1)
     >>> greedy = Sampling(torch.tensor([7]), off, torch.tensor([0]), torch.ones(1), off)
@@ -210,10 +221,18 @@ def sample_draft(
     check.tensor("positions", positions, "B", torch.int64)
     check.tensor("slots", slots, "B", torch.int64)
     check.sampling(sampling)
-    if vocab_map is not None:
+    if isinstance(vocab_map, DraftVocabulary):
+        check.tensor("vocab_map.targets", vocab_map.targets, "Vd", torch.int64)
+        if vocab_size not in (None, vocab_map.vocab_size):
+            raise ValueError(
+                f"sample_draft: vocab_size is {vocab_size}; vocab_map was made for "
+                f"{vocab_map.vocab_size}"
+            )
+    elif vocab_map is not None:
         check.tensor("vocab_map", vocab_map, "Vd", torch.int64)
         if vocab_size is None:
             raise ValueError("sample_draft: vocab_map needs vocab_size, the target's vocabulary")
+    check.written(how, column, candidates, lse, logits.dtype)
     if vocab_size is not None and vocab_size < 1:
         raise ValueError(f"sample_draft: vocab_size is {vocab_size}; expected 1 or more")
     tokens: Tensor = _implementation(logits.device).sample_draft(
@@ -225,6 +244,8 @@ def sample_draft(
         column=column,
         vocab_map=vocab_map,
         vocab_size=vocab_size,
+        candidates=candidates,
+        lse=lse,
     )
     return tokens
 

@@ -104,6 +104,39 @@ class Arguments:
         if value is not None:
             self.at_least_drafts("q.logits", "columns")
 
+    def sparse(self, value: object) -> None:
+        """Check candidates that are written."""
+        if not isinstance(value, SparseQ):
+            raise TypeError(f"{self._op}: candidates must be a SparseQ, not {type(value).__name__}")
+        self.tensor("candidates.ids", value.ids, "slots columns C", torch.int64)
+        self.logits("candidates.logits", value.logits, "slots columns C")
+
+    def written(
+        self, how: str, column: int, candidates: object, lse: object, dtype: torch.dtype
+    ) -> None:
+        """Check what a draw of drafts also writes, by slot and column."""
+        if how == "greedy" and not (candidates is None and lse is None):
+            raise ValueError(
+                f"{self._op}: greedy drafts have no law; candidates and lse need another `how`"
+            )
+        columns: dict[str, int] = {}
+        if candidates is not None:
+            self.sparse(candidates)
+            assert isinstance(candidates, SparseQ)
+            columns["candidates"] = candidates.ids.shape[1]
+            if candidates.logits.dtype != dtype:
+                raise TypeError(
+                    f"{self._op}: candidates.logits has dtype {candidates.logits.dtype}; "
+                    f"expected {dtype}, as the logits"
+                )
+        if lse is not None:
+            self.tensor("lse", lse, "slots lse_columns", torch.float32)
+            assert isinstance(lse, Tensor)
+            columns["lse"] = lse.shape[1]
+        for name, size in columns.items():
+            if not 0 <= column < size:
+                raise ValueError(f"{self._op}: column is {column}; {name} has {size} columns")
+
     def rates(self, method: str, value: object) -> None:
         """Check the acceptance rates: for method "synthetic", and only for it."""
         if (method == "synthetic") != (value is not None):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -60,6 +61,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, n: int) -> TokenLogprobs:
     if not 0 <= n <= vocab:
         raise ValueError(f"token_logprobs: n is {n}; expected 0 to V={vocab}")
 
+    if logits.device.type == "cuda" and logits.dtype != torch.float64:
+        fast = importlib.import_module("specdec_kernels.gpu.logprobs")
+        return cast("TokenLogprobs", fast.token_logprobs(logits, tokens, n))
     largest = min(torch.finfo(logits.dtype).max, torch.finfo(torch.float32).max)
     values = logits.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).clamp_(max=largest)
     # Not logsumexp, whose rounding depends on the number of rows and threads; a row of log_softmax

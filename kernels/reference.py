@@ -8,15 +8,15 @@ to the host: kernels must match these results, not this control flow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec_kernels import noise, rejection
+from specdec_kernels import rejection
+from specdec_kernels.candidates import sample_draft
 from specdec_kernels.chains import Chains, Given, Rule, at, chains_of, first_largest, prefix, take
-from specdec_kernels.logits import is_greedy, process_logits, tempered, whole
+from specdec_kernels.logits import is_greedy, process_logits, whole
 from specdec_kernels.types import DenseQ, Sampling, SparseQ, Verified
 
 __all__ = ["process_logits", "sample", "sample_draft", "verify"]
@@ -67,40 +67,6 @@ def sample(
         rows = (wanted & ~padding).nonzero().squeeze(-1)
         if rows.numel():
             tokens[rows] = choose(given, rows, slots[rows])
-    return tokens
-
-
-def sample_draft(
-    logits: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    sampling: Sampling,
-    *,
-    how: str,
-    column: int,
-    vocab_map: Tensor | None = None,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """One draft per request, as a target id."""
-    if vocab_map is None:
-        logits = logits[:, :vocab_size]
-    tokens = torch.full_like(slots, -1)
-    greedy = is_greedy(slots, sampling) | (how == "greedy")
-    rows = (greedy & (slots >= 0)).nonzero().squeeze(-1)
-    if rows.numel():
-        best = first_largest(take(logits, rows))
-        tokens[rows] = best if vocab_map is None else vocab_map[best]
-    rows = (~greedy & (slots >= 0)).nonzero().squeeze(-1)
-    if rows.numel():
-        weights = tempered(take(logits, rows), slots[rows], sampling)
-        if vocab_map is not None:
-            # the target's noise belongs to its ids: map first, then draw
-            assert vocab_size is not None
-            everywhere = weights.new_full((len(rows), vocab_size), -inf)
-            weights = everywhere.index_copy_(1, vocab_map, weights)
-        domain, index = (noise.TARGET_TOKEN, 0) if how == "coupled" else (noise.DRAFT_TOKEN, column)
-        stream = sampling.stream[slots[rows]]
-        tokens[rows] = noise.draw(weights, stream, positions[rows], domain, index)
     return tokens
 
 

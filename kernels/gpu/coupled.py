@@ -15,7 +15,6 @@ from specdec_kernels.gpu.noise import GROUP, TARGET_TOKEN, gumbel, key, word
 from specdec_kernels.gpu.rows import (
     GREEDY,
     INFINITE,
-    LOG2E,
     NOTHING,
     chain_length,
     cleaned,
@@ -23,6 +22,7 @@ from specdec_kernels.gpu.rows import (
     finite,
     raw,
     reference_of,
+    relative,
     tile_law,
 )
 
@@ -30,9 +30,12 @@ from specdec_kernels.gpu.rows import (
 @triton.jit
 def row_of(
     request, local, logits_start, draft_tokens, draft_stride, slots, vocab, K,
-    CHAINS: tl.constexpr, KP: tl.constexpr,
+    CHAINS: tl.constexpr, KP: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """A request's row after `local` drafts: its index, its slot, whether a token is asked of it."""
+    """A request's row after `local` drafts: its index, its slot, whether a token is asked of it.
+
+    LAST: only of the row that follows all drafts.
+    """
     slot = tl.load(slots + request)
     if CHAINS:
         first, length = chain_length(
@@ -40,7 +43,8 @@ def row_of(
         )
     else:
         first, length = request.to(tl.int64), 0
-    return first + local, slot, (slot >= 0) & (local <= length)
+    asked = local == length if LAST else local <= length
+    return first + local, slot, (slot >= 0) & asked
 
 
 @triton.jit
@@ -57,12 +61,12 @@ def row_statistics(
     tops,
     scores,
     choices,
-    totals,
     vocab,
     K,
     TILES,
     CHAINS: tl.constexpr,
     KP: tl.constexpr,
+    LAST: tl.constexpr,
     TILE: tl.constexpr,
     ATTEMPTS: tl.constexpr,
     LARGEST_RAW: tl.constexpr,
@@ -71,43 +75,61 @@ def row_statistics(
 
     tops: the largest log-weight (of a greedy row: logit). choices, scores [..., ATTEMPTS]: of a
     greedy row the first id that has it; else, for each attempt to draw, the group that wins, and by
-    what, relative to tops. totals: the sum of weights, relative to tops. Without CHAINS each
-    request is a row.
+    what, relative to tops; +inf if the tile is wild. Without CHAINS each request is a row.
     """
     tile = tl.program_id(0)
     at = tl.program_id(2) * (K + 1) + tl.program_id(1)
     row, slot, active = row_of(
         tl.program_id(2), tl.program_id(1), logits_start, draft_tokens, draft_stride, slots,
-        vocab, K, CHAINS, KP,
+        vocab, K, CHAINS, KP, LAST,
     )  # fmt: skip
     if active:
         here = logits + row * row_stride
         out = at.to(tl.int64) * TILES + tile
         temperature = tl.load(temperatures + slot)
         if temperature < GREEDY:
-            flat = tile * TILE + tl.arange(0, TILE)
-            y = tl.load(here + flat, mask=flat < vocab, other=NOTHING).to(tl.float32)
-            most = tl.max(y)
-            if (most != most) | (most == INFINITE):
-                y = raw(here, flat, flat < vocab, LARGEST_RAW)
-                most = tl.max(y)
-            tl.store(tops + out, most)
-            best = tl.min(tl.where((y == most) & (flat < vocab), flat, vocab))
-            tl.store(choices + out * ATTEMPTS, tl.where(best < vocab, best, tile * TILE))
+            greedy_tile(here, tile, out * ATTEMPTS, out, tops, choices, vocab, TILE, LARGEST_RAW)
         else:
-            GROUPS: tl.constexpr = TILE // GROUP
-            groups = tl.arange(0, GROUPS)
-            ids = tile * TILE + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            top, sums, total = tile_law(here, ids, vocab, temperature)
             stream = tl.load(streams + slot)
             position = tl.load(positions + row)
-            tl.store(tops + out, top)
-            tl.store(totals + out, total)
-            for attempt in tl.static_range(ATTEMPTS):
-                a, b = key(stream, position, attempt, TARGET_TOKEN + 1)
-                score, group = draw_group(sums, a, b, tile, GROUPS)
-                tl.store(scores + out * ATTEMPTS + attempt, score)
-                tl.store(choices + out * ATTEMPTS + attempt, group)
+            drawn_tile(
+                here, tile, out, stream, position, temperature, tops, scores, choices,
+                vocab, TILE, ATTEMPTS,
+            )  # fmt: skip
+
+
+@triton.jit
+def greedy_tile(
+    here, tile, choice_at, top_at, tops, choices, vocab, TILE: tl.constexpr,
+    LARGEST_RAW: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's largest logit and the first id that has it."""
+    ids = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(here + ids, mask=ids < vocab, other=NOTHING).to(tl.float32)
+    most = tl.max(x)
+    if (most != most) | (most == INFINITE):
+        x = raw(here, ids, ids < vocab, LARGEST_RAW)
+        most = tl.max(x)
+    best = tl.min(tl.where((x == most) & (ids < vocab), ids, vocab))
+    tl.store(tops + top_at, most)
+    tl.store(choices + choice_at, tl.where(best < vocab, best, tile * TILE))
+
+
+@triton.jit
+def drawn_tile(
+    here, tile, out, stream, position, temperature, tops, scores, choices, vocab,
+    TILE: tl.constexpr, ATTEMPTS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's law, and for each attempt to draw the group that wins in it."""
+    GROUPS: tl.constexpr = TILE // GROUP
+    ids = tile * TILE + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    top, sums = tile_law(here, ids, vocab, temperature)
+    tl.store(tops + out, top)
+    for attempt in tl.static_range(ATTEMPTS):
+        a, b = key(stream, position, attempt, TARGET_TOKEN + 1)
+        score, group = draw_group(sums, a, b, tile, GROUPS)
+        tl.store(scores + out * ATTEMPTS + attempt, score)
+        tl.store(choices + out * ATTEMPTS + attempt, group)
 
 
 @triton.jit
@@ -128,6 +150,7 @@ def winning_tiles(
         above = reference_of(top) - reference_of(row_top)[:, None]
         score = tl.where(top == NOTHING, NOTHING, above + score)
         best = tl.argmax(score, axis=1)
+    best = tl.minimum(best, TILES - 1)  # wild tiles compare with nothing
     won = (at.to(tl.int64) * TILES + best) * ATTEMPTS + attempt
     return row_top, tl.load(choices + won, mask=active, other=0)
 
@@ -166,13 +189,13 @@ def drawn_ids(
 
 
 @triton.jit
-def wild_rows(at, active, totals, TILES, TP: tl.constexpr):
+def wild_rows(at, active, scores, TILES, ATTEMPTS: tl.constexpr, TP: tl.constexpr):
     """Which rows [N] of a sampled request hold NaN or +inf."""
     tiles = tl.arange(0, TP)
     place = at.to(tl.int64)[:, None] * TILES + tiles[None, :]
     there = active[:, None] & (tiles < TILES)[None, :]
-    total = tl.load(totals + place, mask=there, other=0.0)
-    return tl.max((total != total).to(tl.int32), axis=1) > 0
+    score = tl.load(scores + place * ATTEMPTS, mask=there, other=0.0)
+    return tl.max((score == INFINITE).to(tl.int32), axis=1) > 0
 
 
 @triton.jit
@@ -197,7 +220,7 @@ def draw_row(
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         z = cleaned(here, ids, ids < vocab, temperature)
-        weight = tl.where(z < cut, 0.0, tl.exp2(z * LOG2E - reference_of(top)))
+        weight = tl.where(z < cut, 0.0, tl.exp2(relative(z, top)))
         score, group = draw_group(tl.sum(weight, axis=1), a, b, start // TILE, GROUPS)
         choice = tl.where(score > best, group, choice)
         best = tl.maximum(best, score)
@@ -213,7 +236,7 @@ def draw_row(
 @triton.jit
 def chosen_tokens(
     logits, row_stride, first, count, positions, at, stream, temperature,
-    tops, totals, scores, choices, vocab, TILES,
+    tops, scores, choices, vocab, TILES,
     N: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The tokens of a request's rows, `count` from `first` on, nothing truncated: int64 [N].
@@ -233,7 +256,7 @@ def chosen_tokens(
             here, place, active, stream, position, temperature, 0,
             tops, scores, choices, vocab, TILES, 1, TP,
         )  # fmt: skip
-        wild = wild_rows(place, active, totals, TILES, TP)
+        wild = wild_rows(place, active, scores, TILES, 1, TP)
         if tl.max(wild.to(tl.int32)) > 0:
             for i in range(0, count):
                 if tl.max((wild & (column == i)).to(tl.int32)) > 0:
@@ -250,7 +273,7 @@ def chosen_tokens(
 @triton.jit
 def settle_chains(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
-    temperatures, tops, totals, scores, choices, drawn, out_tokens, out_count, out_rows,
+    temperatures, tops, scores, choices, drawn, out_tokens, out_count, out_rows,
     vocab, K, TILES,
     DRAWN: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -272,7 +295,7 @@ def settle_chains(
         tokens = chosen_tokens(
             logits, row_stride, first, length + 1, positions, at,
             tl.load(streams + there), tl.load(temperatures + there),
-            tops, totals, scores, choices, vocab, TILES, KP, TP, TILE,
+            tops, scores, choices, vocab, TILES, KP, TP, TILE,
         )  # fmt: skip
     draft = tl.load(draft_tokens + request * draft_stride + column, mask=column < length, other=-1)
     accepted = tl.min(tl.where((column < length) & (tokens == draft), KP, column))
@@ -285,7 +308,7 @@ def settle_chains(
 
 @triton.jit
 def settle_rows(
-    logits, row_stride, positions, slots, streams, temperatures, tops, totals, scores, choices,
+    logits, row_stride, positions, slots, streams, temperatures, tops, scores, choices,
     out_tokens, vocab, TILES, TP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row that is a request by itself: its token, -1 for padding."""
@@ -295,6 +318,6 @@ def settle_rows(
     tokens = chosen_tokens(
         logits, row_stride, request.to(tl.int64), (slot >= 0).to(tl.int32), positions, request,
         tl.load(streams + there), tl.load(temperatures + there),
-        tops, totals, scores, choices, vocab, TILES, 1, TP, TILE,
+        tops, scores, choices, vocab, TILES, 1, TP, TILE,
     )  # fmt: skip
     tl.store(out_tokens + request + tl.arange(0, 1), tl.where(slot >= 0, tokens, -1))

@@ -38,14 +38,14 @@ def _absorb(state, stream, position, index):
     state = _mix(state ^ stream.to(tl.uint32))
     state = _mix(state ^ (stream >> 32).to(tl.uint32))
     state = _mix(state ^ position.to(tl.uint32))
-    return _mix(state ^ tl.full((), index, tl.uint32))
+    return _mix(state ^ (position * 0 + index).to(tl.uint32))
 
 
 @triton.jit
 def key(stream, position, index, domain):
     """Two 32-bit words that all numbers of (stream, position, index, domain) are made from.
 
-    stream, position: int64, any shape. index, domain: scalars.
+    stream, position: int64, any shape; index: an integer, or of that shape; domain: an integer.
     """
     domain = tl.full((), domain, tl.uint32)
     first = _absorb(tl.full((), _GOLDEN, tl.uint32), stream, position, index)

@@ -17,6 +17,7 @@ from specdec_kernels.logits import GREEDY_BELOW
 # then over tiles, so results depend on it in their last bits; it is the same whatever the batch.
 TILE = 4096
 WARPS = 4
+REGISTERS = 64  # a thread's, at most: more of them leave too few warps to hide the memory
 CAREFUL = 1024  # the tile of loops that one program runs over a row
 
 GREEDY = tl.constexpr(GREEDY_BELOW)
@@ -101,6 +102,13 @@ def reference_of(top):
 
 
 @triton.jit
+def relative(z, top):
+    """Log-weights in powers of two relative to the largest, of rows however wild."""
+    near = z * LOG2E - reference_of(top)
+    return tl.where(tl.abs(finite(top)) < 1e37, near, (z - finite(top)) * LOG2E)
+
+
+@triton.jit
 def over_lanes(weights):
     """The sum of each group: [groups, 32] -> [groups], one group a thread.
 
@@ -116,25 +124,26 @@ def over_lanes(weights):
 
 @triton.jit
 def tile_law(logits, ids, vocab, temperature):
-    """Of ids [groups, GROUP]: the largest log-weight, the sum of weights of each group, their sum.
+    """Of ids [groups, GROUP]: the largest log-weight, and the sum of weights of each group.
 
-    The sum is NaN if any id has NaN or +inf: the row is wild, and needs `cleaned`. A group e**87
-    below the largest counts as empty; no noise lifts it to a win.
+    A sum is NaN if an id has NaN, +inf or nearly that: the row is wild, and needs `cleaned`. A
+    group e**87 below the largest counts as empty; no noise lifts it to a win.
     """
     z = scaled(logits, ids, ids < vocab, temperature)
     top = tl.max(z)
-    sums = over_lanes(tl.exp2(z * LOG2E - reference_of(top)))
-    return top, sums, tl.sum(sums)
+    return top, over_lanes(tl.exp2(z * LOG2E - reference_of(top)))
 
 
 @triton.jit
 def draw_group(sums, first, second, tile, GROUPS: tl.constexpr):
     """The group of a tile that wins, and its score, in powers of two relative to the weights.
 
-    first, second: the key of the group's domain.
+    first, second: the key of the group's domain. The score is +inf where a sum is NaN.
     """
     groups = tile * GROUPS + tl.arange(0, GROUPS)
     some = sums > 0
     mass = tl.log2(tl.where(some, sums, 1.0))
     score = tl.where(some, mass + gumbel(word(first, second, groups)) * LOG2E, NOTHING)
-    return tl.max(score), tile * GROUPS + tl.argmax(score, axis=0)
+    score = tl.where(sums != sums, INFINITE, score)
+    best, winner = tl.max(score, axis=0, return_indices=True)
+    return best, tile * GROUPS + winner

@@ -28,12 +28,14 @@ from specdec_kernels.gpu.rows import (
     over_temperature,
     raw,
     reference_of,
+    relative,
     scaled,
 )
 
 KEPT = tl.constexpr(0)
 UNKNOWN = tl.constexpr(1)
 WILD = tl.constexpr(2)
+LEAST_P = tl.constexpr(1e-30)  # top-p of 0 keeps the likeliest
 
 _WAYS = tl.constexpr(8)
 
@@ -80,7 +82,7 @@ def largest_order(
             ids = start + tl.arange(0, TILE)
             x = raw(here, ids, ids < vocab, LARGEST_RAW)
             z = cleaned(here, ids, ids < vocab, temperature)
-            weight = tl.exp2(z * LOG2E - reference_of(top))
+            weight = tl.exp2(relative(z, top))
             if COUNT:
                 weight = tl.where(z == NOTHING, 0.0, 1.0)
             weight = tl.where(z < floor, 0.0, weight)
@@ -99,7 +101,7 @@ def weight_from(here, temperature, floor, top, vocab, TILE: tl.constexpr):
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         z = cleaned(here, ids, ids < vocab, temperature)
-        sums += tl.where(z < floor, 0.0, tl.exp2(z * LOG2E - reference_of(top)))
+        sums += tl.where(z < floor, 0.0, tl.exp2(relative(z, top)))
     return tl.sum(sums)
 
 
@@ -131,9 +133,10 @@ def find_cut(
 @triton.jit
 def first_draws(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots,
-    streams, temperatures, top_ks, top_ps, min_ps, tops, totals, scores, choices,
+    streams, temperatures, top_ks, top_ps, min_ps, tops, scores, choices,
     drawn, attempts, levels, row_tops, states, vocab, K, TILES,
-    CHAINS: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, ATTEMPTS: tl.constexpr,
+    CHAINS: tl.constexpr, KP: tl.constexpr, LAST: tl.constexpr, TP: tl.constexpr,
+    ATTEMPTS: tl.constexpr,
 ):  # fmt: skip
     """Of one row: the token of each attempt and its log-weight, and whether it truncates.
 
@@ -142,17 +145,9 @@ def first_draws(
     """
     at = tl.program_id(1) * (K + 1) + tl.program_id(0)
     row, slot, active = row_of(
-        tl.program_id(1),
-        tl.program_id(0),
-        logits_start,
-        draft_tokens,
-        draft_stride,
-        slots,
-        vocab,
-        K,
-        CHAINS,
-        KP,
-    )
+            tl.program_id(1), tl.program_id(0), logits_start, draft_tokens, draft_stride, slots,
+            vocab, K, CHAINS, KP, LAST,
+        )  # fmt: skip
     one = tl.arange(0, 1)
     there = one == 0
     state = KEPT
@@ -174,7 +169,7 @@ def first_draws(
             tl.store(drawn + at + one, token)
             top_k = tl.load(top_ks + slot)
             by_k = (top_k > 0) & (top_k < vocab)
-            if tl.max(wild_rows(at + one, there, totals, TILES, TP).to(tl.int32)) > 0:
+            if tl.max(wild_rows(at + one, there, scores, TILES, ATTEMPTS, TP).to(tl.int32)) > 0:
                 state = WILD
             elif by_k | (tl.load(top_ps + slot) < 1) | (tl.load(min_ps + slot) > 0):
                 state = UNKNOWN
@@ -196,40 +191,36 @@ def first_draws(
 @triton.jit
 def mass_above(
     logits, row_stride, logits_start, draft_tokens, draft_stride, slots,
-    temperatures, min_ps, levels, row_tops, states, above, counts, kept, vocab, K, TILES,
-    CHAINS: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr, ATTEMPTS: tl.constexpr,
+    temperatures, top_ks, min_ps, levels, row_tops, states, above, counts, kept, vocab, K, TILES,
+    CHAINS: tl.constexpr, KP: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr,
+    ATTEMPTS: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of a row: the mass and the number of ids above each attempt's token.
 
-    above, counts: float32, int32 [rows, TILES, ATTEMPTS]. kept: float32 [rows, TILES], the mass in
-    all that min-p keeps.
+    above, counts: float32, int32 [rows, TILES, ATTEMPTS]; counts only where top-k is asked for.
+    kept: float32 [rows, TILES], the mass in all that min-p keeps.
     """
     tile = tl.program_id(0)
     at = tl.program_id(2) * (K + 1) + tl.program_id(1)
     if tl.load(states + at) == UNKNOWN:
         row, slot, _active = row_of(
-            tl.program_id(2),
-            tl.program_id(1),
-            logits_start,
-            draft_tokens,
-            draft_stride,
-            slots,
-            vocab,
-            K,
-            CHAINS,
-            KP,
-        )
+            tl.program_id(2), tl.program_id(1), logits_start, draft_tokens, draft_stride, slots,
+            vocab, K, CHAINS, KP, LAST,
+        )  # fmt: skip
         ids = tile * TILE + tl.arange(0, TILE)
         z = scaled(logits + row * row_stride, ids, ids < vocab, tl.load(temperatures + slot))
         top = tl.load(row_tops + at)
         weight = tl.exp2(z * LOG2E - reference_of(top))
         floor = min_p_floor(top, tl.load(min_ps + slot))
+        top_k = tl.load(top_ks + slot)
+        by_k = (top_k > 0) & (top_k < vocab)
         out = at.to(tl.int64) * TILES + tile
         tl.store(kept + out, tl.sum(tl.where(z < floor, 0.0, weight)))
         for attempt in tl.static_range(ATTEMPTS):
             higher = z > tl.load(levels + at * ATTEMPTS + attempt)
             tl.store(above + out * ATTEMPTS + attempt, tl.sum(tl.where(higher, weight, 0.0)))
-            tl.store(counts + out * ATTEMPTS + attempt, tl.sum(higher.to(tl.int32)))
+            if by_k:
+                tl.store(counts + out * ATTEMPTS + attempt, tl.sum(higher.to(tl.int32)))
 
 
 @triton.jit
@@ -243,8 +234,8 @@ def settle_attempts(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots,
     streams, temperatures, top_ks, top_ps, min_ps, drawn, attempts, levels, row_tops, states,
     above, counts, kept, vocab, K, TILES,
-    CHAINS: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
-    ATTEMPTS: tl.constexpr, SHIFT: tl.constexpr, LARGEST_RAW: tl.constexpr,
+    CHAINS: tl.constexpr, KP: tl.constexpr, LAST: tl.constexpr, TP: tl.constexpr,
+    TILE: tl.constexpr, ATTEMPTS: tl.constexpr, SHIFT: tl.constexpr, LARGEST_RAW: tl.constexpr,
 ):  # fmt: skip
     """Of one row that truncates: the first attempt that is kept, else a draw from what is."""
     at = tl.program_id(1) * (K + 1) + tl.program_id(0)
@@ -252,14 +243,14 @@ def settle_attempts(
     if state != KEPT:
         row, slot, _active = row_of(
             tl.program_id(1), tl.program_id(0), logits_start, draft_tokens, draft_stride, slots,
-            vocab, K, CHAINS, KP,
+            vocab, K, CHAINS, KP, LAST,
         )  # fmt: skip
         here = logits + row * row_stride
         stream = tl.load(streams + slot)
         position = tl.load(positions + row)
         temperature = tl.load(temperatures + slot)
         top_k = tl.load(top_ks + slot)
-        top_p = tl.load(top_ps + slot)
+        top_p = tl.maximum(tl.load(top_ps + slot), LEAST_P)
         min_p = tl.load(min_ps + slot)
         by_k = (top_k > 0) & (top_k < vocab)
         top = tl.load(row_tops + at)
@@ -290,7 +281,7 @@ def settle_attempts(
                 level = tl.load(levels + at * ATTEMPTS + attempt)
                 which = place * ATTEMPTS + attempt
                 mass = tl.sum(tl.load(above + which, mask=there, other=0.0))
-                count = tl.sum(tl.load(counts + which, mask=there, other=0))
+                count = tl.sum(tl.load(counts + which, mask=there & by_k, other=0))
                 # above top_p of the whole is all the more above top_p of what top-k leaves of it
                 lost = (level < floor) | (by_k & (count >= top_k))
                 lost = lost | ((top_p < 1) & (mass >= top_p * whole))

@@ -1,0 +1,127 @@
+"""Launches of the rules that compare laws; the kernels are in `rejection`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec_kernels.gpu import rejection
+from specdec_kernels.gpu.chains import UNUSED_BITS, Rows, last_draws
+from specdec_kernels.gpu.rows import CAREFUL, REGISTERS, WARPS, largest_of, tile_of
+from specdec_kernels.types import DenseQ, SparseQ, Verified
+
+_RULES = {
+    "standard": rejection.STANDARD.value,
+    "block": rejection.BLOCK.value,
+    "synthetic": rejection.SYNTHETIC.value,
+}
+
+
+class _Law(NamedTuple):
+    """q as the kernels take it."""
+
+    arguments: tuple[Any, ...]  # logits, strides, ids, strides, candidates
+    kind: int
+    vocab: int
+    candidates: int  # a power of two
+
+
+def _law(q: DenseQ | SparseQ | None, rows: Rows) -> _Law:
+    vocab = rows.logits.shape[1]
+    if q is None:
+        arguments = (rows.logits, 0, 0, rows.slots, 0, 0, 0)
+        return _Law(arguments, rejection.NO_Q.value, vocab, 1)
+    logits = (q.logits, q.logits.stride(0), q.logits.stride(1))
+    if isinstance(q, DenseQ):
+        shared = min(vocab, q.logits.shape[2])
+        return _Law((*logits, rows.slots, 0, 0, 0), rejection.DENSE.value, shared, 1)
+    ids = q.ids if q.ids.stride(2) == 1 else q.ids.contiguous()
+    count = ids.shape[2]
+    arguments = (*logits, ids, ids.stride(0), ids.stride(1), count)
+    return _Law(arguments, rejection.SPARSE.value, vocab, triton.next_power_of_2(count))
+
+
+def compare(
+    rows: Rows,
+    q: DenseQ | SparseQ | None,
+    *,
+    method: str,
+    acceptance_rates: Tensor | None,
+    truncate: bool,
+) -> Verified:
+    """Verify by a rule that compares p with q."""
+    assert rows.draft_tokens is not None
+    batch, drafts = rows.draft_tokens.shape
+    device, vocab = rows.logits.device, rows.logits.shape[1]
+    tile = tile_of(vocab)
+    tiles = triton.cdiv(vocab, tile)
+    law, sampling = _law(q, rows), rows.sampling
+    dense = law.kind == rejection.DENSE.value
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    tops, totals, scores = floats(3, rows.places, tiles)
+    choices = torch.empty((rows.places, tiles), dtype=torch.int32, device=device)
+    q_tops, q_totals = floats(2, rows.places, tiles) if dense else (tops, totals)
+    cuts = floats(rows.places) if truncate else tops
+    sizes = {"KP": triton.next_power_of_2(drafts + 1), "TP": triton.next_power_of_2(tiles)}
+    common = {**sizes, "CUT": truncate, "Q": law.kind, "TILE": CAREFUL, "CP": law.candidates}
+    chains, slots, temperature = rows.arguments, rows.slots, sampling.temperature
+
+    drawn = choices
+    if truncate:
+        drawn = last_draws(rows)
+        if drafts:
+            rejection.row_cuts[(drafts, batch)](
+                *chains, slots, temperature, sampling.top_k, sampling.top_p, sampling.min_p, cuts,
+                vocab, drafts, KP=sizes["KP"], TILE=CAREFUL, num_warps=8,
+                SHIFT=UNUSED_BITS[rows.logits.dtype], LARGEST_RAW=largest_of(rows.logits.dtype),
+            )  # fmt: skip
+    rejection.test_statistics[(tiles, drafts + 1, batch)](
+        *chains, rows.positions, slots, sampling.stream, temperature, cuts, *law.arguments[:3],
+        tops, scores, choices, totals, q_tops, q_totals, vocab, law.vocab, drafts, tiles,
+        CUT=truncate, DENSE_Q=dense, DRAW=not truncate, KP=sizes["KP"], TILE=tile,
+        LARGEST_RAW=largest_of(rows.logits.dtype), num_warps=WARPS, maxnreg=REGISTERS,
+    )  # fmt: skip
+    masses = tops
+    if method == "block" and drafts > 1 and law.kind != rejection.NO_Q.value:
+        masses, laws = floats(rows.places, tiles), floats(batch, 5, drafts + 1)
+        rejection.block_laws[(batch,)](
+            *chains, slots, temperature, cuts, *law.arguments, tops, totals, q_tops, q_totals, laws,
+            vocab, law.vocab, drafts, tiles, **common, num_warps=4,
+        )  # fmt: skip
+        rejection.residual_masses[(tiles, drafts - 1, batch)](
+            *chains, slots, temperature, cuts, *law.arguments, laws, masses,
+            vocab, law.vocab, drafts, tiles,
+            CUT=truncate, Q=law.kind, KP=sizes["KP"], TILE=tile, num_warps=WARPS,
+        )  # fmt: skip
+
+    tokens = torch.empty((batch, drafts + 1), dtype=torch.int64, device=device)
+    decided = torch.empty_like(tokens)
+    count = torch.empty(batch, dtype=torch.int64, device=device)
+    refused = torch.empty(batch, dtype=torch.int32, device=device)
+    laws = floats(batch, 6)
+    rejection.settle_tests[(batch,)](
+        *chains, rows.positions, slots, sampling.stream, temperature, cuts,
+        temperature if acceptance_rates is None else acceptance_rates, *law.arguments,
+        tops, totals, scores, choices, q_tops, q_totals, masses, drawn,
+        tokens, count, decided, refused, laws, vocab, law.vocab, drafts, tiles,
+        RULE=_RULES[method], DRAWN=truncate, **common, num_warps=4,
+    )  # fmt: skip
+    if drafts:
+        scores, choices = scores[:batch], choices[:batch]
+        rejection.residual_tiles[(tiles, batch)](
+            *chains, rows.positions, slots, sampling.stream, temperature, *law.arguments,
+            refused, laws, scores, choices, vocab, law.vocab, drafts, tiles,
+            Q=law.kind, TILE=tile, num_warps=WARPS,
+        )  # fmt: skip
+        rejection.settle_residual[(batch,)](
+            *chains, rows.positions, slots, sampling.stream, temperature, *law.arguments,
+            refused, laws, scores, choices, tokens, vocab, law.vocab, drafts, tiles,
+            Q=law.kind, TP=sizes["TP"], TILE=CAREFUL, num_warps=1,
+        )  # fmt: skip
+    return Verified(tokens, count, decided)

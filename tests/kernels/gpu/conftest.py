@@ -1,0 +1,237 @@
+"""The Triton kernels, on a CUDA device if there is one, else under Triton's interpreter.
+
+The same tests run in both places, at sizes an interpreter can bear; those marked `gpu` are at the
+sizes of real models. The interpreter takes some 20 ms for a row and 80 ms for one that truncates:
+a test has to be thrifty with rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_kernels import Sampling, Verified, make_stream, reference
+
+INTERPRETED = not torch.cuda.is_available()
+_HERE = Path(__file__).parent
+
+
+def _interpret() -> None:
+    """Make Triton, from here on, the one that interprets.
+
+    It decides that where it is first imported and where a kernel is decorated, and whatever was
+    collected before this folder may have imported it (transformers does). Without a CUDA device
+    nothing else can run a kernel, so nobody misses the Triton that this drops.
+    """
+    for name in list(sys.modules):
+        triton = name == "triton" or name.startswith("triton.")
+        # the compiled part registers its types once per process
+        if (triton and not name.startswith("triton._C")) or name.startswith("specdec_kernels.gpu"):
+            del sys.modules[name]
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    # It looks for integers that overflow, to no end without its debug option, and patches
+    # triton.language anew for every call within a kernel: two thirds of all its time.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    patch = interpreter._patch_lang
+    seen: set[tuple[int, ...]] = set()
+
+    class Lasting:
+        def restore(self) -> None:
+            pass
+
+    def patch_once(fn: Any) -> Lasting:
+        language = sys.modules["triton.language"]
+        own = {id(language), id(sys.modules["triton.language.core"])}
+        key = tuple(sorted(own & {id(x) for x in fn.__globals__.values()}))
+        if key not in seen:
+            patch(fn)
+            seen.add(key)
+        return Lasting()
+
+    interpreter._patch_lang = patch_once
+
+
+if INTERPRETED:
+    _interpret()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not item.path.is_relative_to(_HERE):
+            continue
+        item.add_marker(pytest.mark.triton)
+        if INTERPRETED:
+            # numpy warns of what is meant: -inf less -inf, and the largest float times more than 1
+            for what in ("invalid value", "overflow", "divide by zero", "All-NaN slice"):
+                ignore = f"ignore:{what} encountered:RuntimeWarning"
+                item.add_marker(pytest.mark.filterwarnings(ignore))
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Any:
+    """The module with the kernels' `verify` and `sample`, whatever the device."""
+    from specdec_kernels.gpu import verification
+
+    return verification
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> bool:
+    return INTERPRETED
+
+
+def _dirty(made: Tensor) -> Tensor:
+    return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-7)
+
+
+@pytest.fixture(autouse=True)
+def _dirty_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote holds NaN, or -7: in every test of this folder."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, make=make, **k: _dirty(make(*a, **k)))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Cut rows into tiles of 64 ids, so that a row of a few hundred has several; gives 64."""
+    import specdec_kernels.gpu.verification  # noqa: F401  # and all that it uses
+
+    for name, module in list(sys.modules.items()):
+        for constant in ("TILE", "CAREFUL"):
+            if name.startswith("specdec_kernels.gpu.") and hasattr(module, constant):
+                monkeypatch.setattr(module, constant, 64)
+    return 64
+
+
+Numbers = float | Sequence[float]
+
+
+@pytest.fixture
+def make_sampling(device: torch.device) -> Callable[..., Sampling]:
+    """Parameters of `slots` requests: each a number for all of them, or one per slot."""
+
+    def make(
+        slots: int,
+        *,
+        temperature: Numbers = 1.0,
+        top_k: Numbers = 0,
+        top_p: Numbers = 1.0,
+        min_p: Numbers = 0.0,
+        seed: int = 11,
+    ) -> Sampling:
+        def full(value: Numbers, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(value, dtype=dtype).expand(slots).clone().to(device)
+
+        streams = [make_stream(seed, i) for i in range(slots)]
+        return Sampling(
+            torch.tensor(streams, dtype=torch.int64, device=device),
+            full(temperature, torch.float32),
+            full(top_k, torch.int64),
+            full(top_p, torch.float32),
+            full(min_p, torch.float32),
+        )
+
+    return make
+
+
+class Batch(NamedTuple):
+    """The arguments of `verify`, in its order."""
+
+    logits: Tensor
+    logits_start: Tensor
+    draft_tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    sampling: Sampling
+
+    def of(self, requests: Sequence[int]) -> Batch:
+        """These requests alone, in this order."""
+        start = self.logits_start.tolist()
+        rows = [r for b in requests for r in range(start[b], start[b + 1])]
+        sizes = [0, *(start[b + 1] - start[b] for b in requests)]
+        chosen = torch.tensor(requests, dtype=torch.int64, device=self.slots.device)
+        return Batch(
+            self.logits[rows],
+            torch.tensor(sizes, device=self.slots.device).cumsum(0),
+            self.draft_tokens[chosen],
+            self.positions[rows],
+            self.slots[chosen],
+            self.sampling,
+        )
+
+    def row_slots(self) -> Tensor:
+        """The slot of every row: what `sample` takes."""
+        return self.slots.repeat_interleave(self.logits_start.diff())
+
+
+@pytest.fixture
+def make_batch(device: torch.device) -> Callable[..., Batch]:
+    """Requests with `rows[b]` rows each; of their drafts about three in four are the target's."""
+
+    def make(
+        rows: Sequence[int],
+        k: int,
+        logits: Tensor,
+        sampling: Sampling,
+        *,
+        truncate: bool = True,
+        right: float = 0.75,
+    ) -> Batch:
+        start = torch.tensor([0, *rows]).cumsum(0).to(device)
+        slots = torch.randperm(len(sampling.stream))[: len(rows)].to(device)
+        positions = torch.randint(0, 2**32, (sum(rows),)).to(device)
+        drafts = torch.randint(0, logits.shape[1], (len(rows), k)).to(device)
+        batch = Batch(logits.to(device), start, drafts, positions, slots, sampling)
+        own = reference.sample(
+            batch.logits, positions, batch.row_slots(), sampling, truncate=truncate
+        )
+        for b, n in enumerate(rows):
+            tested = min(n - 1, k)
+            if tested > 0:
+                keep = (torch.rand(tested) < right).to(device)
+                first = int(start[b])
+                drafts[b, :tested] = own[first : first + tested].where(keep, drafts[b, :tested])
+        return batch
+
+    return make
+
+
+@pytest.fixture
+def agree(kernels: Any) -> Callable[..., Verified]:
+    """Verify a batch with the kernels, and see that the reference says the same.
+
+    `near` requests may differ: on a device whose logarithms round otherwise, near-ties fall
+    differently, about one in 10,000 rows.
+    """
+
+    def check(batch: Batch, *, truncate: bool = True, near: int = 0) -> Verified:
+        out: Verified = kernels.verify(*batch, method="coupled", truncate=truncate)
+        want = reference.verify(*batch, method="coupled", truncate=truncate)
+        same = (out.tokens == want.tokens).all(1) & (out.rows == want.rows).all(1)
+        same &= out.count == want.count
+        wrong = (~same).nonzero().flatten().tolist()
+        assert len(wrong) <= near, [
+            (b, out.tokens[b].tolist(), want.tokens[b].tolist()) for b in wrong[:8]
+        ]
+        return out
+
+    return check

@@ -1,0 +1,157 @@
+"""Each fault put into a copy of the kernels shows against the reference, in a few small batches.
+
+Faults are replacements in the source text, so they follow it: where a line has changed, its fault
+is to be written anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from math import inf, nan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from specdec_kernels import reference
+from specdec_kernels.gpu import verification
+
+Make = Callable[..., Any]
+SOURCE = Path(verification.__file__).parent
+
+
+class Fault(NamedTuple):
+    file: str
+    old: str
+    new: str
+
+
+FAULTS = {
+    "another shift in the hash": Fault("noise", "word ^ (word >> 15)", "word ^ (word >> 14)"),
+    "half of the stream": Fault(
+        "noise", "_mix(state ^ (stream >> 32).to(tl.uint32))", "_mix(state)"
+    ),
+    "one noise for all positions": Fault("noise", "state ^ position.to(tl.uint32)", "state"),
+    "one noise for all domains": Fault("noise", "_mix(first ^ domain)", "_mix(first)"),
+    "noise upside down": Fault("noise", "return -tl.log(_minus", "return tl.log(_minus"),
+    "an unclamped uniform": Fault(
+        "noise", "words.to(tl.float32) + 0.5", "words.to(tl.float32) + 2e9"
+    ),
+    "ids past the vocabulary": Fault(
+        "rows", "mask=inside, other=NOTHING", "mask=inside, other=9.0"
+    ),
+    "no temperature": Fault("rows", "if temperature != 1.0:", "if temperature > 9.0:"),
+    "weights relative to nothing": Fault(
+        "rows", "tl.exp2(z * LOG2E - reference_of(top))", "tl.exp2(z * LOG2E)"
+    ),
+    "groups of equal weight": Fault("rows", "mass + gumbel(", "gumbel("),
+    "the first tile's noise in every tile": Fault(
+        "rows", "groups = tile * GROUPS + tl.arange", "groups = tl.arange"
+    ),
+    "tiles of equal weight": Fault("coupled", "NOTHING, above + score)", "NOTHING, score)"),
+    "a group's noise for its ids": Fault(
+        "coupled", "attempt, TARGET_TOKEN + 1)", "attempt, TARGET_TOKEN)"
+    ),
+    "one id of a tile for all": Fault(
+        "coupled", "tl.where(best < vocab, best, tile * TILE)", "tile * TILE"
+    ),
+    "the last of greedy ties": Fault(
+        "coupled", "best = tl.min(tl.where((", "best = tl.max(tl.where(("
+    ),
+    "wild rows taken for tame": Fault("rows", "sums != sums", "sums > sums"),
+    "no token after the drafts": Fault("coupled", "(column <= accepted)", "(column < accepted)"),
+    "a count without that token": Fault("coupled", "accepted + 1, 0)", "accepted, 0)"),
+    "padding that is decided": Fault("coupled", "tl.where(slot >= 0, length, -1)", "length"),
+    "the id at the cut excluded": Fault("coupled", "x < cut[:, None]", "x <= cut[:, None]"),
+    "one id more than top-k": Fault("truncation", "count >= top_k", "count > top_k"),
+    "top-p of another mass": Fault("truncation", "mass >= top_p * whole", "mass >= top_p"),
+    "an id above itself": Fault("truncation", "higher = z > tl.load", "higher = z >= tl.load"),
+    "the last draw with the first one's noise": Fault(
+        "truncation", "position, 0, REDRAW_TOKEN", "position, 0, TARGET_TOKEN"
+    ),
+    "a cut that needs one id more": Fault("truncation", "axis=1) >= target", "axis=1) > target"),
+    "negative values in reverse": Fault(
+        "truncation", "(bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT", "bits >> SHIFT"
+    ),
+}
+
+
+@pytest.fixture
+def judged(make_batch: Make, make_sampling: Make) -> Callable[[Any], Iterator[bool]]:
+    """Batch by batch, whether a module's results are the reference's."""
+    plain = make_sampling(4, temperature=[0.3, 0.0, 2.5, 1.8], seed=2**40)
+    drafted = make_batch(
+        [3, 3, 2], 2, torch.randn(8, 150) * 2 - 300, plain, truncate=False, right=1.0
+    )
+    drafted.slots[2] = -1
+    wild = torch.randn(4, 150)
+    wild[0, 149], wild[1, 70], wild[2, 140] = inf, nan, nan
+    wild[3, [100, 120]] = 9.0
+    at = torch.arange(4)
+    mixed = plain._replace(temperature=torch.tensor([0.8, 1.0, 3.0, 0.0]))
+    loose = make_sampling(
+        8, top_k=[1, 1, 1, 2, 2, 0, 0, 0], top_p=[1, 1, 1, 1, 0.6, 0.3, 0.3, 1],
+        min_p=[0, 0, 0, 0, 0, 0, 0.98, 0.98],
+    )  # fmt: skip
+    tight = make_sampling(
+        6, top_k=[1, 1, 2, 0, 0, 2], top_p=[1, 1, 1, 0.03, 1, 0.5], min_p=[0, 0, 0, 0, 0.95, 0]
+    )
+    few = torch.randn(6, 70) * 0.3 - 2  # hardly an attempt is kept
+    flat = torch.randn(8, 4) * 0.3  # attempts are kept, or fall just below a cut
+
+    def compare(kernels: Any) -> Iterator[bool]:
+        def samples(*given: Any, truncate: bool = True) -> bool:
+            own = kernels.sample(*given, truncate=truncate)
+            return torch.equal(own, reference.sample(*given, truncate=truncate))
+
+        outs = (
+            module.verify(*drafted, method="coupled", truncate=False)
+            for module in (kernels, reference)
+        )
+        yield all(map(torch.equal, *outs))
+        yield samples(wild, at, at, mixed, truncate=False)
+        rows = torch.arange(6)
+        yield samples(few, rows, rows, tight)
+        rows = torch.arange(8)
+        yield samples(flat, rows, rows, loose)
+
+    return compare
+
+
+def copy_of(folder: Path, name: str, fault: Fault | None) -> Any:
+    """The kernels' `verification` as a package of its own, in tiles of 64 ids."""
+    (folder / name).mkdir()
+    for path in SOURCE.glob("*.py"):
+        text = path.read_text()
+        if fault is not None and path.stem == fault.file:
+            assert fault.old in text, f"{path.name} has no {fault.old!r} any more"
+            text = text.replace(fault.old, fault.new)
+        text = text.replace("specdec_kernels.gpu", name)
+        text = text.replace("\nTILE = 4096\n", "\nTILE = 64\n")
+        text = text.replace("\nCAREFUL = 1024", "\nCAREFUL = 64")
+        (folder / name / path.name).write_text(text)
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{name}.verification")
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> Iterator[Make]:
+    if not interpreted:
+        pytest.skip("a compiler would take minutes")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda fault: copy_of(tmp_path, "faulty_kernels", fault)
+    for name in list(sys.modules):
+        if name.split(".")[0] == "faulty_kernels":
+            del sys.modules[name]
+
+
+def test_a_faultless_copy_agrees(copied: Make, judged: Make) -> None:
+    assert all(judged(copied(None)))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(copied: Make, judged: Make, fault: str) -> None:
+    assert not all(judged(copied(FAULTS[fault])))
