@@ -233,8 +233,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 plain = [straightforward(given, case) for given in sets[:4]]
                 if plain[0] is not None:
                     row["torch"] = replay([call for call in plain if call is not None])
-                    compiled = torch.compile(plain[0], dynamic=False)
-                    row["torch_compiled"] = replay([compiled])
+                    if args.compile:
+                        compiled = torch.compile(plain[0], dynamic=False)
+                        row["torch_compiled"] = replay([compiled])
             rows.append(row)
             print(line(row), flush=True)
             del sets, calls
@@ -267,7 +268,8 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[5])
     parser.add_argument("--vocab", type=int, nargs="+", default=[128256])
     parser.add_argument("--cases", nargs="+", default=[], help="names; all where left out")
-    parser.add_argument("--baselines", action="store_true")
+    parser.add_argument("--baselines", action="store_true", help="straightforward torch, too")
+    parser.add_argument("--compile", action="store_true", help="and that compiled (slow to start)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():

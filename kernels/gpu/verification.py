@@ -15,6 +15,8 @@ from specdec_kernels.gpu.rows import CAREFUL, tile_of
 from specdec_kernels.reference import process_logits
 from specdec_kernels.types import DenseQ, Sampling, SparseQ, Verified
 
+MOST = 65535  # requests of a launch: what CUDA allows along the axes that count them
+
 __all__ = ["process_logits", "sample", "sample_draft", "verify"]
 
 
@@ -38,6 +40,16 @@ def verify(
             method=method, q=q, acceptance_rates=acceptance_rates, truncate=truncate,
         )  # fmt: skip
     batch, drafts = draft_tokens.shape
+    if batch > MOST:
+        parts = [
+            verify(
+                logits, logits_start[i : i + MOST + 1], draft_tokens[i : i + MOST], positions,
+                slots[i : i + MOST], sampling,
+                method=method, q=q, acceptance_rates=acceptance_rates, truncate=truncate,
+            )
+            for i in range(0, batch, MOST)
+        ]  # fmt: skip
+        return Verified(*(torch.cat(part) for part in zip(*parts, strict=True)))
     tokens = torch.empty((batch, drafts + 1), dtype=torch.int64, device=logits.device)
     decided = torch.empty_like(tokens)
     count = torch.empty(batch, dtype=torch.int64, device=logits.device)
@@ -65,6 +77,15 @@ def sample(
     """Plain decoding: one token per row."""
     if logits.dtype not in UNUSED_BITS:
         return reference.sample(logits, positions, slots, sampling, truncate=truncate)
+    if len(slots) > MOST:
+        parts = [
+            sample(
+                logits[i : i + MOST], positions[i : i + MOST], slots[i : i + MOST], sampling,
+                truncate=truncate,
+            )
+            for i in range(0, len(slots), MOST)
+        ]  # fmt: skip
+        return torch.cat(parts)
     rows = Rows(logits, None, None, positions, slots, sampling, 0)
     if not rows.places:
         return torch.empty_like(slots)

@@ -278,3 +278,14 @@ def test_rows_past_two_to_the_31_elements(
     for temperature in (0.0, 0.9):
         sampling = make_sampling(1, temperature=temperature)
         assert torch.equal(kernels.sample(logits, at, at * 0, sampling, truncate=False), best)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_more_requests_than_a_launch_takes_are_verified_in_parts(
+    kernels: Any, make_batch: Any, make_sampling: Any, agree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MOST", 2)
+    batch = make_batch([3, 1, 2, 0, 3], 2, torch.randn(9, 70), make_sampling(5))
+    agree(batch, truncate=False)
+    given = batch.logits, batch.positions, batch.row_slots(), batch.sampling
+    assert torch.equal(kernels.sample(*given), reference.sample(*given))
