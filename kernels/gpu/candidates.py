@@ -11,6 +11,7 @@ import triton.language as tl
 
 from specdec_kernels.gpu.noise import GROUP, gumbel, key, word
 from specdec_kernels.gpu.rows import GREEDY, LOG2E, NOTHING, cleaned, finite, raw
+from specdec_kernels.gpu.truncation import order
 
 # A program compares each of them with each other, to see which share a group.
 MOST_CANDIDATES = 128
@@ -43,9 +44,8 @@ def draft_candidates(
         else:
             x = cleaned(here, ids, ids < vocab, temperature)
             count = C
-        bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 is 0
-        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-        left = tl.where(ids < vocab, (order << 32) | (_LOW - ids.to(tl.int64)), _NOTHING_LEFT)
+        high = order(x, 0).to(tl.int64) << 32
+        left = tl.where(ids < vocab, high | (_LOW - ids.to(tl.int64)), _NOTHING_LEFT)
         out = keys + (request * TILES + tile) * CP
         for i in range(0, count):
             best = tl.max(left)

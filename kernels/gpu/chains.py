@@ -119,8 +119,3 @@ def draws(rows: Rows, *, last: bool = False) -> Tensor:
         num_warps=8,
     )  # fmt: skip
     return drawn
-
-
-def last_draws(rows: Rows) -> Tensor:
-    """The same of the rows that follow all drafts of sampled requests; others mean nothing."""
-    return draws(rows, last=True)

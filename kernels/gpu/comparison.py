@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from specdec_kernels.gpu import rejection
-from specdec_kernels.gpu.chains import UNUSED_BITS, Rows, last_draws
+from specdec_kernels.gpu.chains import UNUSED_BITS, Rows, draws
 from specdec_kernels.gpu.rows import CAREFUL, REGISTERS, WARPS, largest_of, tile_of
 from specdec_kernels.types import DenseQ, SparseQ, Verified
 
@@ -74,7 +74,7 @@ def compare(
 
     drawn = choices
     if truncate:
-        drawn = last_draws(rows)
+        drawn = draws(rows, last=True)
         if drafts:
             rejection.row_cuts[(drafts, batch)](
                 *chains, slots, temperature, sampling.top_k, sampling.top_p, sampling.min_p, cuts,

@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec_kernels import candidates as reference
 from specdec_kernels.candidates import DraftVocabulary, inverse
 from specdec_kernels.gpu.candidates import MOST_CANDIDATES, draft_candidates, settle_candidates
+from specdec_kernels.gpu.chains import UNUSED_BITS
 from specdec_kernels.gpu.noise import DRAFT_TOKEN, GROUP, TARGET_TOKEN, gumbel, key, word
 from specdec_kernels.gpu.rows import (
     GREEDY,
@@ -34,8 +35,6 @@ from specdec_kernels.gpu.rows import (
     tile_of,
 )
 from specdec_kernels.types import Sampling, SparseQ
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -167,7 +166,7 @@ def sample_draft(
 ) -> Tensor:
     """One draft per request, as a target id."""
     count = 0 if candidates is None else candidates.ids.shape[-1]
-    if logits.dtype not in _DTYPES or count > MOST_CANDIDATES:
+    if logits.dtype not in UNUSED_BITS or count > MOST_CANDIDATES:
         return reference.sample_draft(
             logits, positions, slots, sampling, how=how, column=column,
             vocab_map=vocab_map, vocab_size=vocab_size, candidates=candidates, lse=lse,
