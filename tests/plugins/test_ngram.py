@@ -62,18 +62,22 @@ class Bench:
         self.speculator = NgramSpeculator(
             slots, NgramOptions(prompt_lookup_max=longest, prompt_lookup_min=shortest)
         )
-        self.session = Session(
-            self.speculator,
+        self.session = self.session_of(self.speculator)
+        # what lies beyond `length` is stale: plausible tokens that must not be read
+        self.history = np.random.default_rng(0).integers(0, 3, (slots, MAX_LEN))
+        self.length = np.zeros(slots, np.int64)
+
+    @staticmethod
+    def session_of(speculator: NgramSpeculator) -> Session:
+        return Session(
+            speculator,
             label="speculator 'ngram'",
             rule="coupled",
             verify=refuse,
             vocab_size=VOCAB,
             device=torch.device("cpu"),
-            capabilities=self.speculator.capabilities(),
+            capabilities=speculator.capabilities(),
         )
-        # what lies beyond `length` is stale: plausible tokens that must not be read
-        self.history = np.random.default_rng(0).integers(0, 3, (slots, MAX_LEN))
-        self.length = np.zeros(slots, np.int64)
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
         length = self.length[slot]
@@ -283,7 +287,7 @@ def test_an_index_stays_in_proportion_to_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, (2, 3)),
+        ({}, (1, 3)),
         ({"prompt_lookup_max": 4}, (4, 4)),
         ({"prompt_lookup_min": 1}, (1, 1)),
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, (2, 6)),
@@ -293,6 +297,23 @@ def test_sizes_mirror_each_other(given: dict[str, int], expected: tuple[int, int
     speculator = load(given)
     found = speculator.index.sizes
     assert (found.min(), found.max()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "together"),
+    [({}, []), ({"prompt_lookup_min": 1, "prompt_lookup_max": 3}, [6, 7])],
+)
+def test_single_tokens_are_looked_up_by_default_while_a_request_runs_alone(
+    given: dict[str, int], together: list[int]
+) -> None:
+    bench = Bench()
+    bench.speculator = load(given)
+    bench.session = bench.session_of(bench.speculator)
+    bench.write(0, [5, 6, 7, 4, 5])
+    bench.write(1, [8, 9])
+    assert bench.propose([0, -1], [2, 0], 2) == [[6, 7], [-1, -1]]
+    assert bench.propose([0, 1], [2, 2], 2) == [padded(together, 2), [-1, -1]]
+    assert bench.propose([0], [2], 2) == [[6, 7]]
 
 
 @pytest.mark.parametrize(

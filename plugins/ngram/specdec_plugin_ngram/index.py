@@ -55,9 +55,12 @@ class NgramIndex:
             self._walk(history, owner[at : at + PIECE], ends[at : at + PIECE], write=True)
         self.done[slots] = done + count
 
-    def find(self, history: Ints, slots: Ints, length: Ints) -> Ints:
-        """Return the last end of the longest n-gram that ends the sequence too; 0 if none."""
-        known = self._walk(history, slots, length, write=False)
+    def find(self, history: Ints, slots: Ints, length: Ints, shortest: int = 1) -> Ints:
+        """Return the last end of the longest n-gram that ends the sequence too; 0 if none.
+
+        shortest: the smallest n-gram that counts, of those that are kept.
+        """
+        known = self._walk(history, slots, length, write=False) * (self.sizes >= shortest)
         longest = (known > 0).argmax(axis=1)[:, None]
         return np.take_along_axis(known, longest, axis=1)[:, 0]
 
