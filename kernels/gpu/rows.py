@@ -97,8 +97,13 @@ def finite(x):
 
 @triton.jit
 def reference_of(top):
-    """What weights are relative to, in powers of two, where the largest log-weight is `top`."""
-    return finite(top) * LOG2E
+    """What weights are relative to, in powers of two, where the largest log-weight is `top`.
+
+    NaN where no float holds it: what is relative to infinity depends on whether the product fuses
+    with the subtraction, and has to show that the row is wild.
+    """
+    reference = finite(top) * LOG2E
+    return tl.where(tl.abs(reference) < INFINITE, reference, float("nan"))
 
 
 @triton.jit

@@ -110,7 +110,7 @@ def test_rows_may_lie_at_any_stride_and_drafts_too(
 
 def degenerate(vocab: int) -> Tensor:
     """Every row of the README's table, and what tiles can make of them."""
-    rows = torch.randn(16, vocab)
+    rows = torch.randn(18, vocab)
     rows[0] = -inf
     rows[1] = -inf
     rows[1, vocab - 1] = -3.0
@@ -132,6 +132,8 @@ def degenerate(vocab: int) -> Tensor:
     rows[14, 1] = inf
     rows[15] = -0.0
     rows[15, vocab // 2 :] = 0.0
+    rows[16, 5] = 3e38  # finite, but not in powers of two
+    rows[17] = -3e38
     return rows
 
 
@@ -142,8 +144,8 @@ def test_degenerate_rows(
     kernels: Any, make_sampling: Make, device: torch.device, dtype: torch.dtype, temperature: float
 ) -> None:
     logits = degenerate(150).to(device, dtype)
-    sampling, slots = make_sampling(1, temperature=temperature), torch.zeros(16, dtype=torch.int64)
-    at, slots = torch.arange(16).to(device), slots.to(device)
+    sampling, slots = make_sampling(1, temperature=temperature), torch.zeros(18, dtype=torch.int64)
+    at, slots = torch.arange(18).to(device), slots.to(device)
     given = logits, at, slots, sampling
     out = kernels.sample(*given, truncate=False)
     assert torch.equal(out, reference.sample(*given, truncate=False))
