@@ -16,6 +16,7 @@ from specdec.errors import SpecdecError, SpeculatorError, blame
 from specdec.metrics import SpeculationMetrics
 from specdec.outputs import FinishReason
 from specdec.runner.batch import Batch, build
+from specdec.runner.collection import no_collection
 from specdec.runner.commit import Block, Commit, commit, cut
 from specdec.runner.drafting import Drafting
 from specdec.runner.editing import Editing
@@ -127,7 +128,8 @@ class Engine:
             )
         self.stepping = True
         try:
-            self._step()
+            with no_collection():
+                self._step()
         except BaseException as error:
             reason = f"a step was broken off by {type(error).__name__}: {error}".rstrip(": ")
             for sequence in list(self.scheduler.running.values()):

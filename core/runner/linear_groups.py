@@ -33,20 +33,21 @@ class LinearGroup:
         self._sizes = list(sizes)
         self._input: ref[Tensor] | None = None
         self._version = -1
-        self._parts: list[Tensor | None] = []
+        self._parts: dict[int, Tensor] = {}
 
     def part(self, x: Tensor, index: int) -> Tensor:
         """What layer `index` makes of `x`. Its answer is kept for nobody but the other layers."""
-        if not self._holds(x) or self._parts[index] is None:
-            self._parts = list(torch.split(self._product(x), self._sizes, -1))
+        version = -1 if x.is_inference() else x._version  # inference tensors count no writes
+        held = self._input is not None and self._input() is x and self._version == version
+        if not held or index not in self._parts:
             # Weak: the input belongs to the model, and the parts are of no use after it.
             self._input = ref(x, self._forget)
-            self._version = _version(x)
-        part = self._parts[index]
-        assert part is not None
-        self._parts[index] = None
-        if all(left is None for left in self._parts):
-            self._forget()
+            self._version = version
+            parts = torch.split_with_sizes(self._product(x), self._sizes, -1)
+            self._parts = dict(enumerate(parts))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input = None
         return part
 
     def dense(self, index: int) -> Tensor:
@@ -54,17 +55,9 @@ class LinearGroup:
         first = sum(self._sizes[:index])
         return self._product.dense()[first : first + self._sizes[index]].clone()
 
-    def _holds(self, x: Tensor) -> bool:
-        return self._input is not None and self._input() is x and self._version == _version(x)
-
-    def _forget(self, _: object = None) -> None:
+    def _forget(self, _: object) -> None:
         self._input = None
-        self._parts = []
-
-
-def _version(x: Tensor) -> int:
-    """How often the tensor was written to. Inference tensors do not count."""
-    return -1 if x.is_inference() else x._version
+        self._parts = {}
 
 
 class GroupPart:

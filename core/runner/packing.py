@@ -11,6 +11,7 @@ import torch
 from specdec.runner.activation import fix_activations
 from specdec.runner.linear import pack_linears, packable, packed_blocks, probe_blocks
 from specdec.runner.linear_groups import Siblings, recording
+from specdec.runner.lookup import shorten_lookups
 from specdec.runner.norm import replace_norms
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def pack_model(
         logger.debug("%d norms replaced", norms)
     count = pack_linears(model, head=head, blocks=blocks, siblings=siblings)
     logger.debug("%d linear layers packed", count)
+    shorten_lookups(model)
     return blocks
 
 

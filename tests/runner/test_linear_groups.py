@@ -73,7 +73,7 @@ def test_neither_input_nor_answers_outlive_the_call(used: int) -> None:
     gc.collect()
     assert [thing() for thing in alive] == [None] * len(alive)
     held = parts[0]._group
-    assert held._parts == []
+    assert held._parts == {}
 
 
 # -- which layers are siblings -----------------------------------------------
