@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specdec_kernels import reference
+from specdec_kernels import ops, reference
 from specdec_kernels._checks import Arguments, device_of
 from specdec_kernels.candidates import DraftVocabulary, draft_vocabulary
 from specdec_kernels.edits import edit_logits, empty_rows
@@ -110,6 +110,19 @@ def verify(
     ... )
     Verified(tokens=tensor([[ 1,  0, -1]]), count=tensor([2]), rows=tensor([[ 0,  1, -1]]))
     """
+    if torch.compiler.is_compiling():
+        return ops.verify(
+            logits,
+            logits_start,
+            draft_tokens,
+            positions,
+            slots,
+            sampling,
+            method=method,
+            q=q,
+            acceptance_rates=acceptance_rates,
+            truncate=truncate,
+        )
     check = Arguments("verify", device_of("verify", "logits", logits))
     check.one_of("method", method, METHODS)
     check.logits("logits", logits, "R V")
@@ -155,6 +168,8 @@ def sample(
     >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([4]), torch.tensor([0]), sampling)
     tensor([1])
     """
+    if torch.compiler.is_compiling():
+        return ops.sample(logits, positions, slots, sampling, truncate=truncate)
     check = Arguments("sample", device_of("sample", "logits", logits))
     check.logits("logits", logits, "R V")
     check.tensor("positions", positions, "R", torch.int64)
@@ -215,6 +230,19 @@ def sample_draft(
     ... )
     tensor([42])
     """
+    if torch.compiler.is_compiling():
+        return ops.sample_draft(
+            logits,
+            positions,
+            slots,
+            sampling,
+            how=how,
+            column=column,
+            vocab_map=vocab_map,
+            vocab_size=vocab_size,
+            candidates=candidates,
+            lse=lse,
+        )
     check = Arguments("sample_draft", device_of("sample_draft", "logits", logits))
     check.one_of("how", how, DRAWS)
     check.logits("logits", logits, "B Vd")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_kernels import ops
 from specdec_kernels._checks import Arguments, device_of
 from specdec_kernels.types import Edits
 
@@ -84,6 +85,17 @@ def edit_logits(
     tensor([[ 0., -1., -1.,  0.],
             [ 0., -1., -2.,  0.]])
     """
+    if torch.compiler.is_compiling():
+        return ops.edit_logits(
+            logits,
+            logits_start,
+            draft_tokens,
+            positions,
+            slots,
+            history=history,
+            prompt_length=prompt_length,
+            edits=edits,
+        )
     check = Arguments("edit_logits", device_of("edit_logits", "logits", logits))
     check.logits("logits", logits, "R V")
     check.starts("logits_start", logits_start)

@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from specdec_kernels import ops
 from specdec_kernels._checks import Arguments, device_of
 
 
@@ -52,6 +53,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, n: int) -> TokenLogprobs:
     >>> found.top_ids, found.top_logprobs, found.top_ranks
     (tensor([[1, 2]]), tensor([[-0.6931, -0.6931]]), tensor([[2, 2]]))
     """
+    if torch.compiler.is_compiling():
+        return TokenLogprobs(*ops.token_logprobs(logits, tokens, n))
     check = Arguments("token_logprobs", device_of("token_logprobs", "logits", logits))
     check.logits("logits", logits, "R V")
     check.tensor("tokens", tokens, "R", torch.int64)

@@ -1,0 +1,238 @@
+"""The functions of this package as operators of torch, for code that `torch.compile` traces.
+
+The public functions come here while they are traced, and only then: a call through torch's operator
+machinery takes longer than one of theirs. An operator takes tensors, numbers and text, so tuples
+are taken apart here and put together again inside; when the traced code runs, the operator calls
+the public function, which checks its arguments then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.types import DenseQ, Edits, Sampling, SparseQ, Verified
+
+if TYPE_CHECKING:
+    from specdec_kernels.candidates import DraftVocabulary
+
+_SAMPLING = "Tensor stream, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p"
+_EDITS = ", ".join(f"Tensor {name}" for name in Edits._fields)
+
+
+def verify(
+    logits: Tensor,
+    logits_start: Tensor,
+    draft_tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    sampling: Sampling,
+    *,
+    method: str,
+    q: DenseQ | SparseQ | None,
+    acceptance_rates: Tensor | None,
+    truncate: bool,
+) -> Verified:
+    """`specdec_kernels.verify` as an operator."""
+    ids = q.ids if isinstance(q, SparseQ) else None
+    law = None if q is None else q.logits
+    found = _verify(
+        logits, logits_start, draft_tokens, positions, slots, *sampling,
+        method, law, ids, acceptance_rates, truncate,
+    )  # fmt: skip
+    return Verified(*found)
+
+
+def sample(
+    logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling, *, truncate: bool
+) -> Tensor:
+    """`specdec_kernels.sample` as an operator."""
+    tokens: Tensor = _sample(logits, positions, slots, *sampling, truncate)
+    return tokens
+
+
+def sample_draft(
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    sampling: Sampling,
+    *,
+    how: str,
+    column: int,
+    vocab_map: Tensor | DraftVocabulary | None,
+    vocab_size: int | None,
+    candidates: SparseQ | None,
+    lse: Tensor | None,
+) -> Tensor:
+    """`specdec_kernels.sample_draft` as an operator; it writes `candidates` and `lse`."""
+    groups = members = None
+    targets = vocab_map
+    if vocab_map is not None and not isinstance(vocab_map, Tensor):
+        targets, groups, members, vocab_size = vocab_map
+    ids, kept = (None, None) if candidates is None else candidates
+    tokens: Tensor = _sample_draft(
+        logits, positions, slots, *sampling, how, column,
+        targets, groups, members, vocab_size, ids, kept, lse,
+    )  # fmt: skip
+    return tokens
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, n: int) -> list[Tensor]:
+    """The fields of what `specdec_kernels.token_logprobs` gives, by an operator."""
+    return list(_token_logprobs(logits, tokens, n))
+
+
+def edit_logits(
+    logits: Tensor,
+    logits_start: Tensor,
+    draft_tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    *,
+    history: Tensor,
+    prompt_length: Tensor,
+    edits: Edits,
+) -> Tensor:
+    """`specdec_kernels.edit_logits` as an operator; it always gives a new tensor."""
+    edited: Tensor = _edit_logits(
+        logits, logits_start, draft_tokens, positions, slots, history, prompt_length, *edits
+    )
+    return edited
+
+
+@torch.library.custom_op(
+    "specdec::verify",
+    mutates_args=(),
+    schema=(
+        "(Tensor logits, Tensor logits_start, Tensor draft_tokens, Tensor positions, Tensor slots, "
+        f"{_SAMPLING}, str method, Tensor? q_logits, Tensor? q_ids, Tensor? acceptance_rates, "
+        "bool truncate) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _verify(
+    logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, positions: Tensor, slots: Tensor,
+    stream: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    method: str, q_logits: Tensor | None, q_ids: Tensor | None, acceptance_rates: Tensor | None,
+    truncate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from specdec_kernels import verify
+
+    q: DenseQ | SparseQ | None = None
+    if q_logits is not None:
+        q = DenseQ(q_logits) if q_ids is None else SparseQ(q_ids, q_logits)
+    sampling = Sampling(stream, temperature, top_k, top_p, min_p)
+    tokens, count, rows = verify(
+        logits, logits_start, draft_tokens, positions, slots, sampling,
+        method=method, q=q, acceptance_rates=acceptance_rates, truncate=truncate,
+    )  # fmt: skip
+    return tokens, count, rows
+
+
+@_verify.register_fake
+def _(logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    requests, drafts = draft_tokens.shape
+    tokens = draft_tokens.new_empty((requests, drafts + 1))
+    return tokens, draft_tokens.new_empty((requests,)), torch.empty_like(tokens)
+
+
+@torch.library.custom_op(
+    "specdec::sample",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor positions, Tensor slots, {_SAMPLING}, bool truncate) -> Tensor",
+)
+def _sample(
+    logits: Tensor, positions: Tensor, slots: Tensor,
+    stream: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    truncate: bool,
+) -> Tensor:  # fmt: skip
+    from specdec_kernels import sample
+
+    sampling = Sampling(stream, temperature, top_k, top_p, min_p)
+    return sample(logits, positions, slots, sampling, truncate=truncate)
+
+
+@_sample.register_fake
+def _(logits: Tensor, positions: Tensor, slots: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(slots, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "specdec::sample_draft",
+    mutates_args=("ids", "kept", "lse"),
+    schema=(
+        f"(Tensor logits, Tensor positions, Tensor slots, {_SAMPLING}, str how, int column, "
+        "Tensor? targets, Tensor? groups, Tensor? members, int? vocab_size, "
+        "Tensor(a!)? ids, Tensor(b!)? kept, Tensor(c!)? lse) -> Tensor"
+    ),
+)
+def _sample_draft(
+    logits: Tensor, positions: Tensor, slots: Tensor,
+    stream: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    how: str, column: int, targets: Tensor | None, groups: Tensor | None, members: Tensor | None,
+    vocab_size: int | None, ids: Tensor | None, kept: Tensor | None, lse: Tensor | None,
+) -> Tensor:  # fmt: skip
+    from specdec_kernels import DraftVocabulary, sample_draft
+
+    vocab_map: Tensor | DraftVocabulary | None = targets
+    if targets is not None and groups is not None and members is not None:
+        assert vocab_size is not None
+        vocab_map = DraftVocabulary(targets, groups, members, vocab_size)
+    sampling = Sampling(stream, temperature, top_k, top_p, min_p)
+    return sample_draft(
+        logits, positions, slots, sampling, how=how, column=column,
+        vocab_map=vocab_map, vocab_size=vocab_size,
+        candidates=None if ids is None or kept is None else SparseQ(ids, kept), lse=lse,
+    )  # fmt: skip
+
+
+@_sample_draft.register_fake
+def _(logits: Tensor, positions: Tensor, slots: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(slots, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "specdec::token_logprobs",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor tokens, int n) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _token_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, ...]:
+    from specdec_kernels import token_logprobs
+
+    return tuple(token_logprobs(logits, tokens, n))
+
+
+@_token_logprobs.register_fake
+def _(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, ...]:
+    rows = logits.shape[0]
+    ids, values = tokens.new_empty((rows, n)), logits.new_empty((rows, n), dtype=torch.float32)
+    logprob, rank = logits.new_empty((rows,), dtype=torch.float32), tokens.new_empty((rows,))
+    return logprob, rank, ids, values, torch.empty_like(ids)
+
+
+@torch.library.custom_op(
+    "specdec::edit_logits",
+    mutates_args=(),
+    schema=(
+        "(Tensor logits, Tensor logits_start, Tensor draft_tokens, Tensor positions, Tensor slots, "
+        f"Tensor history, Tensor prompt_length, {_EDITS}) -> Tensor"
+    ),
+)
+def _edit_logits(
+    logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, positions: Tensor, slots: Tensor,
+    history: Tensor, prompt_length: Tensor, *edits: Tensor,
+) -> Tensor:  # fmt: skip
+    from specdec_kernels import edit_logits
+
+    return edit_logits(
+        logits.clone(memory_format=torch.contiguous_format),
+        logits_start, draft_tokens, positions, slots,
+        history=history, prompt_length=prompt_length, edits=Edits(*edits),
+    )  # fmt: skip
+
+
+@_edit_logits.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    wide = logits.dtype == torch.float64
+    return logits.new_empty(logits.shape, dtype=torch.float64 if wide else torch.float32)
