@@ -18,11 +18,12 @@ from specdec_kernels.candidates import DraftVocabulary, draft_vocabulary
 from specdec_kernels.edits import edit_logits, empty_rows
 from specdec_kernels.logprobs import TokenLogprobs, token_logprobs
 from specdec_kernels.noise import make_stream
-from specdec_kernels.types import DenseQ, Edits, Sampling, SparseQ, Verified
+from specdec_kernels.types import DenseQ, EditInputs, Edits, Sampling, SparseQ, Verified
 
 __all__ = [
     "DenseQ",
     "DraftVocabulary",
+    "EditInputs",
     "Edits",
     "Sampling",
     "SparseQ",
@@ -63,6 +64,7 @@ def verify(
     q: DenseQ | SparseQ | None = None,
     acceptance_rates: Tensor | None = None,
     truncate: bool = True,
+    edits: EditInputs | None = None,
 ) -> Verified:
     """Accept a prefix of every request's drafts and add one token of the target's own.
 
@@ -90,6 +92,8 @@ def verify(
     acceptance_rates: float32 [K or more], for "synthetic": given that all drafts before were kept.
     truncate: False leaves out min-p, top-k and top-p whatever `sampling` holds: on a GPU a batch
         that is known not to use them then saves their launches.
+    edits: judge the rows as `edit_logits` makes them, and leave `logits` as they are: on a GPU
+        without an edited copy of them (float64 aside). All rows then count as float32.
 
     Every token emitted but the accepted drafts is drawn from its row; `Verified.rows` names the
     rows. A row that excludes all ids (-inf or NaN) gives id 0.
@@ -133,6 +137,8 @@ def verify(
     check.sampling(sampling)
     check.q(q)
     check.rates(method, acceptance_rates)
+    if edits is not None:
+        check.edit_inputs(edits, "B")
     verified: Verified = _implementation(logits.device).verify(
         logits,
         logits_start,
@@ -144,17 +150,25 @@ def verify(
         q=q,
         acceptance_rates=acceptance_rates,
         truncate=truncate,
+        edits=edits,
     )
     return verified
 
 
 def sample(
-    logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling, *, truncate: bool = True
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    sampling: Sampling,
+    *,
+    truncate: bool = True,
+    edits: EditInputs | None = None,
 ) -> Tensor:
     """Plain decoding: one token per row.
 
     logits: any float dtype [R, V]; positions: int64 [R], the index of the token drawn;
-    slots: int64 [R], -1 for padding; truncate: as for `verify`. Returns int64 [R], -1 for padding.
+    slots: int64 [R], -1 for padding; truncate, edits: as for `verify`, each row a request. Returns
+    int64 [R], -1 for padding.
     Bit for bit the token that `verify` emits for a request of this one row without drafts, under
     any lossless method.
 
@@ -175,8 +189,10 @@ def sample(
     check.tensor("positions", positions, "R", torch.int64)
     check.tensor("slots", slots, "R", torch.int64)
     check.sampling(sampling)
+    if edits is not None:
+        check.edit_inputs(edits, "R")
     tokens: Tensor = _implementation(logits.device).sample(
-        logits, positions, slots, sampling, truncate=truncate
+        logits, positions, slots, sampling, truncate=truncate, edits=edits
     )
     return tokens
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from specdec_kernels.types import DenseQ, Edits, Sampling, SparseQ
+from specdec_kernels.types import DenseQ, EditInputs, Edits, Sampling, SparseQ
 
 # shapes of `Edits`, where they are not [slots]
 _EDITS = {
@@ -89,6 +89,21 @@ class Arguments:
             real = field == "bias" or field.endswith("_penalty")
             dtype = torch.float32 if real else torch.int64
             self.tensor(f"edits.{field}", tensor, _EDITS.get(field, "slots"), dtype)
+
+    def edit_inputs(self, value: object, requests: str) -> None:
+        """Check what edits need, once V is known; `requests` is the letter of their number."""
+        if not isinstance(value, EditInputs):
+            raise TypeError(f"{self._op}: edits must be an EditInputs, not {type(value).__name__}")
+        self.tensor("history", value.history, "slots T", torch.int64)
+        self.tensor("prompt_length", value.prompt_length, "slots", torch.int64)
+        self.edits(value.edits)
+        if value.grammar is not None:
+            self._sizes["words"] = -(-self._sizes["V"] // 32)
+            self.tensor("grammar", value.grammar, "masks words", torch.int32)
+        if value.grammar_start is not None:
+            if value.grammar is None:
+                raise ValueError(f"{self._op}: grammar_start needs grammar, the masks")
+            self.tensor("grammar_start", value.grammar_start, requests, torch.int64)
 
     def q(self, value: object) -> None:
         """Check the drafts' law, if there is one. Its cache may have more columns than drafts."""

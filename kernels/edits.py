@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec_kernels import ops
 from specdec_kernels._checks import Arguments, device_of
-from specdec_kernels.types import Edits
+from specdec_kernels.types import EditInputs, Edits
 
 
 class _Batch(NamedTuple):
@@ -37,6 +37,8 @@ def edit_logits(
     history: Tensor,
     prompt_length: Tensor,
     edits: Edits,
+    grammar: Tensor | None = None,
+    grammar_start: Tensor | None = None,
 ) -> Tensor:
     """Apply every request's `Edits` to all of its rows. May overwrite `logits`; use the result.
 
@@ -53,8 +55,12 @@ def edit_logits(
     history: int64 [slots, T], the prompt and the output so far; entries from the position of a
         request's first row on are not read.
     prompt_length: int64 [slots]; history from there on is output.
+    grammar: int32 [masks, V / 32 rounded up]. A row excludes the ids x whose bit, x % 32 of word
+        x // 32 of its mask, is not set.
+    grammar_start: int64 [B], the mask of a request's first row, which those of its other rows
+        follow; -1 for none. By default the mask of a row has the row's own index.
 
-    In this order: bias, allowed ids, stop ids before the least length, penalties for repetition,
+    In this order: grammar, bias, allowed ids, stop ids before the least length, penalties for repetition,
     frequency and presence, bad words. Rows of requests that ask for nothing keep their bits. A row
     gets, bit for bit, what it would get alone with the drafts before it committed.
 
@@ -102,9 +108,8 @@ def edit_logits(
     check.tensor("draft_tokens", draft_tokens, "B K", torch.int64)
     check.tensor("positions", positions, "R", torch.int64)
     check.tensor("slots", slots, "B", torch.int64)
-    check.tensor("history", history, "slots T", torch.int64)
-    check.tensor("prompt_length", prompt_length, "slots", torch.int64)
-    check.edits(edits)
+    inputs = EditInputs(history, prompt_length, edits, grammar, grammar_start)
+    check.edit_inputs(inputs, "B")
 
     logits = _editable(logits)
     if not len(logits):
@@ -119,12 +124,33 @@ def edit_logits(
         length=positions[start.clamp(max=len(positions) - 1)],
         drafts=draft_tokens.where(real, -1),
     )
+    if grammar is not None:
+        first = start if grammar_start is None else grammar_start
+        _keep_grammatical(logits, batch, grammar, first)
     _add_bias(logits, batch, edits)
     _keep_allowed(logits, batch, edits)
     _mask_stops(logits, batch, positions, edits)
     _penalise(logits, batch, history, prompt_length, edits)
     _mask_bad_words(logits, batch, history, prompt_length, edits)
     return logits
+
+
+def edited_copy(
+    logits: Tensor,
+    logits_start: Tensor,
+    draft_tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inputs: EditInputs,
+) -> Tensor:
+    """The same in a new tensor."""
+    if logits.dtype in (torch.float32, torch.float64):
+        logits = logits.clone(memory_format=torch.contiguous_format)
+    return edit_logits(
+        logits, logits_start, draft_tokens, positions, slots,
+        history=inputs.history, prompt_length=inputs.prompt_length, edits=inputs.edits,
+        grammar=inputs.grammar, grammar_start=inputs.grammar_start,
+    )  # fmt: skip
 
 
 def empty_rows(logits: Tensor) -> Tensor:
@@ -165,6 +191,16 @@ def _listed(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Where a table [n, columns] holds ids."""
     row, column = ((ids >= 0) & (ids < vocab)).nonzero(as_tuple=True)
     return row, column
+
+
+def _keep_grammatical(logits: Tensor, batch: _Batch, grammar: Tensor, first: Tensor) -> None:
+    request, local, row = _rows_of(batch, first >= 0)
+    if not len(row):
+        return
+    words = grammar[first[request] + local]
+    bits = (words[:, :, None] >> torch.arange(32, device=words.device)) & 1
+    allowed = bits.flatten(1)[:, : logits.shape[1]] > 0
+    logits[row] = logits[row].where(allowed, -inf)
 
 
 def _add_bias(logits: Tensor, batch: _Batch, edits: Edits) -> None:

@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 from specdec_kernels import rejection
 from specdec_kernels.candidates import sample_draft
 from specdec_kernels.chains import Chains, Given, Rule, at, chains_of, first_largest, prefix, take
+from specdec_kernels.edits import edited_copy
 from specdec_kernels.logits import is_greedy, process_logits, whole
-from specdec_kernels.types import DenseQ, Sampling, SparseQ, Verified
+from specdec_kernels.types import DenseQ, EditInputs, Sampling, SparseQ, Verified
 
 __all__ = ["process_logits", "sample", "sample_draft", "verify"]
 
@@ -34,8 +35,11 @@ def verify(
     q: DenseQ | SparseQ | None = None,
     acceptance_rates: Tensor | None = None,
     truncate: bool = True,
+    edits: EditInputs | None = None,
 ) -> Verified:
     """Accept a prefix of every request's drafts and add one token of the target's."""
+    if edits is not None:
+        logits = edited_copy(logits, logits_start, draft_tokens, positions, slots, edits)
     if not truncate:
         sampling = whole(sampling)
     given = Given(logits, positions, sampling, q, acceptance_rates)
@@ -55,9 +59,19 @@ def verify(
 
 
 def sample(
-    logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling, *, truncate: bool = True
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    sampling: Sampling,
+    *,
+    truncate: bool = True,
+    edits: EditInputs | None = None,
 ) -> Tensor:
     """Plain decoding: one token per row, the one that `verify` gives without drafts."""
+    if edits is not None:
+        start = torch.arange(len(slots) + 1, device=slots.device)
+        none = slots.new_empty((len(slots), 0))
+        logits = edited_copy(logits, start, none, positions, slots, edits)
     if not truncate:
         sampling = whole(sampling)
     given = Given(logits, positions, sampling, None, None)

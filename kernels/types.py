@@ -56,6 +56,23 @@ class Edits(NamedTuple):
     bad_words: Tensor
 
 
+class EditInputs(NamedTuple):
+    """What `verify` and `sample` edit logits by, as `edit_logits` takes it.
+
+    history: int64 [slots, T]; prompt_length: int64 [slots]; edits: by slot.
+    grammar: int32 [masks, V / 32 rounded up], or None. Of a row's mask, bit x % 32 of word x // 32
+        says whether id x is allowed. It comes before all other edits.
+    grammar_start: int64 [B], the mask of a request's first row, which those of its other rows
+        follow; -1 for none. By default the mask of a row has the row's own index.
+    """
+
+    history: Tensor
+    prompt_length: Tensor
+    edits: Edits
+    grammar: Tensor | None = None
+    grammar_start: Tensor | None = None
+
+
 class DenseQ(NamedTuple):
     """The law every draft was drawn from, in full.
 

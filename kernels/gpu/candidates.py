@@ -39,10 +39,10 @@ def draft_candidates(
         ids = tile * TILE + tl.arange(0, TILE)
         temperature = tl.load(temperatures + slot)
         if ARGMAX | (temperature < GREEDY):
-            x = raw(here, ids, ids < vocab, LARGEST_RAW)
+            x = raw(here, ids, ids < vocab, None, LARGEST_RAW)
             count = 1
         else:
-            x = cleaned(here, ids, ids < vocab, temperature)
+            x = cleaned(here, ids, ids < vocab, temperature, None)
             count = C
         high = order(x, 0).to(tl.int64) << 32
         left = tl.where(ids < vocab, high | (_LOW - ids.to(tl.int64)), _NOTHING_LEFT)
@@ -88,7 +88,7 @@ def settle_candidates(
             token = tl.sum(tl.where(lane == 0, target, 0))
         else:
             here = logits + request * row_stride + id
-            x = cleaned(here, lane * 0, there, temperature)
+            x = cleaned(here, lane * 0, there, temperature, None)
             there = x > NOTHING
             top = finite(tl.max(x))
             weight = tl.exp2((x - top) * LOG2E)

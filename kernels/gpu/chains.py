@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from specdec_kernels.gpu.coupled import row_statistics
+from specdec_kernels.gpu.edit_ids import EditTables
 from specdec_kernels.gpu.rows import CAREFUL, REGISTERS, WARPS, largest_of, tile_of
 from specdec_kernels.gpu.truncation import first_draws, mass_above, settle_attempts
 from specdec_kernels.noise import ATTEMPTS
@@ -28,6 +29,12 @@ class Rows(NamedTuple):
     slots: Tensor
     sampling: Sampling
     drafts: int  # K
+    tables: EditTables | None  # what the kernels edit logits by
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that logits compare in: edited ones are float32."""
+        return self.logits.dtype if self.tables is None else torch.float32
 
     @property
     def places(self) -> int:
@@ -72,9 +79,9 @@ def statistics(rows: Rows, attempts: int = 1, *, last: bool = False) -> Partials
     row_statistics[(tiles, rows.drafts + 1, len(rows.slots))](
         *rows.arguments, rows.positions, rows.slots, rows.sampling.stream,
         rows.sampling.temperature, partials.tops, partials.scores, choices,
-        vocab, rows.drafts, tiles,
+        vocab, rows.drafts, tiles, rows.tables,
         **rows.chains, LAST=last, TILE=tile, ATTEMPTS=attempts,
-        LARGEST_RAW=largest_of(rows.logits.dtype), num_warps=WARPS, maxnreg=REGISTERS,
+        LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     return partials
 
@@ -101,21 +108,20 @@ def draws(rows: Rows, *, last: bool = False) -> Tensor:
     first_draws[(rows.drafts + 1, len(rows.slots))](
         *rows.arguments, rows.positions, rows.slots, sampling.stream, sampling.temperature,
         *truncation, partials.tops, partials.scores, partials.choices,
-        drawn, attempts, levels, row_tops, states, vocab, rows.drafts, tiles,
+        drawn, attempts, levels, row_tops, states, vocab, rows.drafts, tiles, rows.tables,
         **rows.chains, LAST=last, TP=width, ATTEMPTS=ATTEMPTS, num_warps=1,
     )  # fmt: skip
     mass_above[(tiles, rows.drafts + 1, len(rows.slots))](
         *rows.arguments, rows.slots, sampling.temperature, sampling.top_k, sampling.min_p, levels,
-        row_tops,
-        states, above, counts, kept, vocab, rows.drafts, tiles,
+        row_tops, states, above, counts, kept, vocab, rows.drafts, tiles, rows.tables,
         **rows.chains, LAST=last, TILE=tile, ATTEMPTS=ATTEMPTS, num_warps=WARPS,
     )  # fmt: skip
     settle_attempts[(rows.drafts + 1, len(rows.slots))](
         *rows.arguments, rows.positions, rows.slots, sampling.stream, sampling.temperature,
         *truncation, drawn, attempts, levels, row_tops, states, above, counts, kept,
-        vocab, rows.drafts, tiles,
+        vocab, rows.drafts, tiles, rows.tables,
         **rows.chains, LAST=last, TP=width, TILE=CAREFUL, ATTEMPTS=ATTEMPTS,
-        SHIFT=UNUSED_BITS[rows.logits.dtype], LARGEST_RAW=largest_of(rows.logits.dtype),
+        SHIFT=UNUSED_BITS[rows.dtype], LARGEST_RAW=largest_of(rows.dtype),
         num_warps=8,
     )  # fmt: skip
     return drawn

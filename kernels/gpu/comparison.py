@@ -78,25 +78,25 @@ def compare(
         if drafts:
             rejection.row_cuts[(drafts, batch)](
                 *chains, slots, temperature, sampling.top_k, sampling.top_p, sampling.min_p, cuts,
-                vocab, drafts, KP=sizes["KP"], TILE=CAREFUL, num_warps=8,
-                SHIFT=UNUSED_BITS[rows.logits.dtype], LARGEST_RAW=largest_of(rows.logits.dtype),
+                vocab, drafts, rows.tables, KP=sizes["KP"], TILE=CAREFUL, num_warps=8,
+                SHIFT=UNUSED_BITS[rows.dtype], LARGEST_RAW=largest_of(rows.dtype),
             )  # fmt: skip
     rejection.test_statistics[(tiles, drafts + 1, batch)](
         *chains, rows.positions, slots, sampling.stream, temperature, cuts, *law.arguments[:3],
         tops, scores, choices, totals, q_tops, q_totals, vocab, law.vocab, drafts, tiles,
-        CUT=truncate, DENSE_Q=dense, DRAW=not truncate, KP=sizes["KP"], TILE=tile,
-        LARGEST_RAW=largest_of(rows.logits.dtype), num_warps=WARPS, maxnreg=REGISTERS,
+        rows.tables, CUT=truncate, DENSE_Q=dense, DRAW=not truncate, KP=sizes["KP"], TILE=tile,
+        LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     masses = tops
     if method == "block" and drafts > 1 and law.kind != rejection.NO_Q.value:
         masses, laws = floats(rows.places, tiles), floats(batch, 5, drafts + 1)
         rejection.block_laws[(batch,)](
             *chains, slots, temperature, cuts, *law.arguments, tops, totals, q_tops, q_totals, laws,
-            vocab, law.vocab, drafts, tiles, **common, num_warps=4,
+            vocab, law.vocab, drafts, tiles, rows.tables, **common, num_warps=4,
         )  # fmt: skip
         rejection.residual_masses[(tiles, drafts - 1, batch)](
             *chains, slots, temperature, cuts, *law.arguments, laws, masses,
-            vocab, law.vocab, drafts, tiles,
+            vocab, law.vocab, drafts, tiles, rows.tables,
             CUT=truncate, Q=law.kind, KP=sizes["KP"], TILE=tile, num_warps=WARPS,
         )  # fmt: skip
 
@@ -110,18 +110,18 @@ def compare(
         temperature if acceptance_rates is None else acceptance_rates, *law.arguments,
         tops, totals, scores, choices, q_tops, q_totals, masses, drawn,
         tokens, count, decided, refused, laws, vocab, law.vocab, drafts, tiles,
-        RULE=_RULES[method], DRAWN=truncate, **common, num_warps=4,
+        rows.tables, RULE=_RULES[method], DRAWN=truncate, **common, num_warps=4,
     )  # fmt: skip
     if drafts:
         scores, choices = scores[:batch], choices[:batch]
         rejection.residual_tiles[(tiles, batch)](
             *chains, rows.positions, slots, sampling.stream, temperature, *law.arguments,
-            refused, laws, scores, choices, vocab, law.vocab, drafts, tiles,
+            refused, laws, scores, choices, vocab, law.vocab, drafts, tiles, rows.tables,
             Q=law.kind, TILE=tile, num_warps=WARPS,
         )  # fmt: skip
         rejection.settle_residual[(batch,)](
             *chains, rows.positions, slots, sampling.stream, temperature, *law.arguments,
-            refused, laws, scores, choices, tokens, vocab, law.vocab, drafts, tiles,
+            refused, laws, scores, choices, tokens, vocab, law.vocab, drafts, tiles, rows.tables,
             Q=law.kind, TP=sizes["TP"], TILE=CAREFUL, num_warps=1,
         )  # fmt: skip
     return Verified(tokens, count, decided)

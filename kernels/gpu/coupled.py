@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specdec_kernels.gpu.edit_values import row_edits
 from specdec_kernels.gpu.noise import GROUP, TARGET_TOKEN, gumbel, key, word
 from specdec_kernels.gpu.rows import (
     GREEDY,
@@ -20,6 +21,7 @@ from specdec_kernels.gpu.rows import (
     cleaned,
     draw_group,
     finite,
+    loaded,
     raw,
     reference_of,
     relative,
@@ -64,6 +66,7 @@ def row_statistics(
     vocab,
     K,
     TILES,
+    tables,
     CHAINS: tl.constexpr,
     KP: tl.constexpr,
     LAST: tl.constexpr,
@@ -75,7 +78,8 @@ def row_statistics(
 
     tops: the largest log-weight (of a greedy row: logit). choices, scores [..., ATTEMPTS]: of a
     greedy row the first id that has it; else, for each attempt to draw, the group that wins, and by
-    what, relative to tops; +inf if the tile is wild. Without CHAINS each request is a row.
+    what, relative to tops; +inf if the tile is wild. Without CHAINS each request is a row. tables:
+    the edits of the call, or None; so in all that follows.
     """
     tile = tl.program_id(0)
     at = tl.program_id(2) * (K + 1) + tl.program_id(1)
@@ -87,28 +91,31 @@ def row_statistics(
         here = logits + row * row_stride
         out = at.to(tl.int64) * TILES + tile
         temperature = tl.load(temperatures + slot)
+        mine = row_edits(tables, tl.program_id(2), tl.program_id(1))
         if temperature < GREEDY:
-            greedy_tile(here, tile, out * ATTEMPTS, out, tops, choices, vocab, TILE, LARGEST_RAW)
+            greedy_tile(
+                here, tile, out * ATTEMPTS, out, tops, choices, vocab, mine, TILE, LARGEST_RAW
+            )
         else:
             stream = tl.load(streams + slot)
             position = tl.load(positions + row)
             drawn_tile(
                 here, tile, out, stream, position, temperature, tops, scores, choices,
-                vocab, TILE, ATTEMPTS,
+                vocab, mine, TILE, ATTEMPTS,
             )  # fmt: skip
 
 
 @triton.jit
 def greedy_tile(
-    here, tile, choice_at, top_at, tops, choices, vocab, TILE: tl.constexpr,
+    here, tile, choice_at, top_at, tops, choices, vocab, mine, TILE: tl.constexpr,
     LARGEST_RAW: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's largest logit and the first id that has it."""
     ids = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(here + ids, mask=ids < vocab, other=NOTHING).to(tl.float32)
+    x = loaded(here, ids, ids < vocab, mine)
     most = tl.max(x)
     if (most != most) | (most == INFINITE):
-        x = raw(here, ids, ids < vocab, LARGEST_RAW)
+        x = raw(here, ids, ids < vocab, mine, LARGEST_RAW)
         most = tl.max(x)
     best = tl.min(tl.where((x == most) & (ids < vocab), ids, vocab))
     tl.store(tops + top_at, most)
@@ -117,13 +124,13 @@ def greedy_tile(
 
 @triton.jit
 def drawn_tile(
-    here, tile, out, stream, position, temperature, tops, scores, choices, vocab,
+    here, tile, out, stream, position, temperature, tops, scores, choices, vocab, mine,
     TILE: tl.constexpr, ATTEMPTS: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's law, and for each attempt to draw the group that wins in it."""
     GROUPS: tl.constexpr = TILE // GROUP
     ids = tile * TILE + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    top, sums = tile_law(here, ids, vocab, temperature)
+    top, sums = tile_law(here, ids, vocab, temperature, mine)
     tl.store(tops + out, top)
     for attempt in tl.static_range(ATTEMPTS):
         a, b = key(stream, position, attempt, TARGET_TOKEN + 1)
@@ -156,15 +163,15 @@ def winning_tiles(
 
 
 @triton.jit
-def member_of(here, active, group, top, temperature, first, second, vocab, cut):
+def member_of(here, active, group, top, temperature, first, second, vocab, cut, mine):
     """The id that wins within a group, and its log-weight. All [N], but for the temperature.
 
     first, second: the key of the ids' domain; `here` [N] points at the rows; below `cut` [N] an id
-    is excluded.
+    is excluded; what `mine` says of several rows is [N, 1].
     """
     lane = tl.arange(0, GROUP)
     ids = group[:, None] * GROUP + lane[None, :]
-    x = cleaned(here[:, None], ids, active[:, None] & (ids < vocab), temperature)
+    x = cleaned(here[:, None], ids, active[:, None] & (ids < vocab), temperature, mine)
     x = tl.where(x < cut[:, None], NOTHING, x)
     score = (x - finite(top)[:, None]) + gumbel(word(first[:, None], second[:, None], ids))
     score = tl.where(x == NOTHING, NOTHING, score)
@@ -176,7 +183,7 @@ def member_of(here, active, group, top, temperature, first, second, vocab, cut):
 @triton.jit
 def drawn_ids(
     here, at, active, stream, position, temperature, attempt,
-    tops, scores, choices, vocab, TILES, ATTEMPTS: tl.constexpr, TP: tl.constexpr,
+    tops, scores, choices, vocab, TILES, mine, ATTEMPTS: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
     """Of rows [N] of a sampled request: an attempt's id (int64), its log-weight and the largest."""
     top, group = winning_tiles(
@@ -184,7 +191,7 @@ def drawn_ids(
     )
     a, b = key(stream, position, attempt, TARGET_TOKEN)
     cut = tl.where(active, NOTHING, NOTHING)
-    member, level = member_of(here, active, group, top, temperature, a, b, vocab, cut)
+    member, level = member_of(here, active, group, top, temperature, a, b, vocab, cut, mine)
     return member.to(tl.int64), level, top
 
 
@@ -199,18 +206,18 @@ def wild_rows(at, active, scores, TILES, ATTEMPTS: tl.constexpr, TP: tl.constexp
 
 
 @triton.jit
-def row_top(here, temperature, vocab, TILE: tl.constexpr):
+def row_top(here, temperature, vocab, mine, TILE: tl.constexpr):
     """The largest log-weight of a row, NaN excluded."""
     top = tl.full((TILE,), NOTHING, tl.float32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
-        top = tl.maximum(top, cleaned(here, ids, ids < vocab, temperature))
+        top = tl.maximum(top, cleaned(here, ids, ids < vocab, temperature, mine))
     return tl.max(top)
 
 
 @triton.jit
 def draw_row(
-    here, temperature, top, cut, stream, position, index, domain, vocab, TILE: tl.constexpr
+    here, temperature, top, cut, stream, position, index, domain, vocab, mine, TILE: tl.constexpr
 ):
     """A draw from what a row has at or above its cut, by one program: an id and its log-weight."""
     GROUPS: tl.constexpr = TILE // GROUP
@@ -219,7 +226,7 @@ def draw_row(
     choice = tl.full((), 0, tl.int32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        z = cleaned(here, ids, ids < vocab, temperature)
+        z = cleaned(here, ids, ids < vocab, temperature, mine)
         weight = tl.where(z < cut, 0.0, tl.exp2(relative(z, top)))
         score, group = draw_group(tl.sum(weight, axis=1), a, b, start // TILE, GROUPS)
         choice = tl.where(score > best, group, choice)
@@ -228,7 +235,7 @@ def draw_row(
     a, b = key(stream, position + one, index, domain)
     member, level = member_of(
         here + one, one == 0, choice + one, one.to(tl.float32) + top, temperature, a, b, vocab,
-        one.to(tl.float32) + cut,
+        one.to(tl.float32) + cut, mine,
     )  # fmt: skip
     return tl.sum(member).to(tl.int64), tl.sum(level)
 
@@ -236,12 +243,12 @@ def draw_row(
 @triton.jit
 def chosen_tokens(
     logits, row_stride, first, count, positions, at, stream, temperature,
-    tops, scores, choices, vocab, TILES,
+    tops, scores, choices, vocab, TILES, tables, request, local,
     N: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The tokens of a request's rows, `count` from `first` on, nothing truncated: int64 [N].
 
-    at: where the first of them is among all places.
+    at: where the first of them is among all places; local: how many drafts are before it.
     """
     column = tl.arange(0, N)
     active = column < count
@@ -252,19 +259,21 @@ def chosen_tokens(
     else:
         here = logits + tl.where(active, first + column, 0) * row_stride
         position = tl.load(positions + first + column, mask=active, other=0)
+        mine = row_edits(tables, request, tl.where(active, column, 0)[:, None] + local)
         tokens, _levels, _tops = drawn_ids(
             here, place, active, stream, position, temperature, 0,
-            tops, scores, choices, vocab, TILES, 1, TP,
+            tops, scores, choices, vocab, TILES, mine, 1, TP,
         )  # fmt: skip
         wild = wild_rows(place, active, scores, TILES, 1, TP)
         if tl.max(wild.to(tl.int32)) > 0:
             for i in range(0, count):
                 if tl.max((wild & (column == i)).to(tl.int32)) > 0:
                     row = logits + (first + i) * row_stride
-                    top = row_top(row, temperature, vocab, TILE)
+                    own = row_edits(tables, request, i + local)
+                    top = row_top(row, temperature, vocab, own, TILE)
                     token, _level = draw_row(
                         row, temperature, top, NOTHING, stream, tl.load(positions + first + i),
-                        0, TARGET_TOKEN, vocab, TILE,
+                        0, TARGET_TOKEN, vocab, own, TILE,
                     )  # fmt: skip
                     tokens = tl.where(column == i, token, tokens)
     return tokens
@@ -274,7 +283,7 @@ def chosen_tokens(
 def settle_chains(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
     temperatures, tops, scores, choices, drawn, out_tokens, out_count, out_rows,
-    vocab, K, TILES,
+    vocab, K, TILES, tables,
     DRAWN: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One request: the token of each of its rows, then the drafts that equal them.
@@ -295,7 +304,7 @@ def settle_chains(
         tokens = chosen_tokens(
             logits, row_stride, first, length + 1, positions, at,
             tl.load(streams + there), tl.load(temperatures + there),
-            tops, scores, choices, vocab, TILES, KP, TP, TILE,
+            tops, scores, choices, vocab, TILES, tables, request, 0, KP, TP, TILE,
         )  # fmt: skip
     draft = tl.load(draft_tokens + request * draft_stride + column, mask=column < length, other=-1)
     accepted = tl.min(tl.where((column < length) & (tokens == draft), KP, column))
@@ -309,7 +318,7 @@ def settle_chains(
 @triton.jit
 def settle_rows(
     logits, row_stride, positions, slots, streams, temperatures, tops, scores, choices,
-    out_tokens, vocab, TILES, TP: tl.constexpr, TILE: tl.constexpr,
+    out_tokens, vocab, TILES, tables, TP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row that is a request by itself: its token, -1 for padding."""
     request = tl.program_id(0)
@@ -318,6 +327,6 @@ def settle_rows(
     tokens = chosen_tokens(
         logits, row_stride, request.to(tl.int64), (slot >= 0).to(tl.int32), positions, request,
         tl.load(streams + there), tl.load(temperatures + there),
-        tops, scores, choices, vocab, TILES, 1, TP, TILE,
+        tops, scores, choices, vocab, TILES, tables, request, 0, 1, TP, TILE,
     )  # fmt: skip
     tl.store(out_tokens + request + tl.arange(0, 1), tl.where(slot >= 0, tokens, -1))

@@ -75,7 +75,7 @@ def draft_statistics(
         temperature = tl.load(temperatures + slot)
         if ARGMAX | (temperature < GREEDY):
             flat = tile * TILE + tl.arange(0, TILE)
-            x = raw(here, flat, flat < vocab, LARGEST_RAW)
+            x = raw(here, flat, flat < vocab, None, LARGEST_RAW)
             most = tl.max(x)
             best = tl.min(tl.where((x == most) & (flat < vocab), flat, vocab))
             tl.store(tops + out, most)
@@ -85,14 +85,14 @@ def draft_statistics(
             row = tile * GROUPS + tl.arange(0, GROUPS)
             group, ids = _group_ids(groups, members, row, G, MAPPED)
             inside = (ids >= 0) & (ids < vocab)
-            z = scaled(here, ids, inside, temperature)
+            z = scaled(here, ids, inside, temperature, None)
             top = tl.max(z)
             sums = over_lanes(tl.exp2(z * LOG2E - reference_of(top)))
             total = tl.sum(sums)
             sound = (total > 0) & (total < INFINITE)
             if (total != total) | ((top != NOTHING) & (sound == False)):  # noqa: E712
                 # NaN, infinity or logits whose powers of two no float holds
-                z = cleaned(here, ids, inside, temperature)
+                z = cleaned(here, ids, inside, temperature, None)
                 top = tl.max(z)
                 sums = over_lanes(tl.exp2((z - finite(top)) * LOG2E))
                 total = tl.sum(sums)
@@ -136,7 +136,8 @@ def settle_drafts(
             score = tl.where(there, apart + score, NOTHING)
             row = tl.load(choices + request * TILES + tl.argmax(score, axis=0))
             group, ids = _group_ids(groups, members, row + tl.arange(0, 1), G, MAPPED)
-            x = cleaned(logits + request * row_stride, ids, (ids >= 0) & (ids < vocab), temperature)
+            here = logits + request * row_stride
+            x = cleaned(here, ids, (ids >= 0) & (ids < vocab), temperature, None)
             x = tl.reshape(x, (GROUP,))
             id = tl.sum(group) * GROUP + tl.arange(0, GROUP)
             a, b = key(tl.load(streams + slot), tl.load(positions + request), index, DOMAIN)

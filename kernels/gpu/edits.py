@@ -71,6 +71,10 @@ def prepare_edits(
         grammar_start = (
             torch.arange(batch, device=device) if logits_start is None else logits_start[:-1]
         )
+    if grammar is not None and grammar.stride(-1) != 1:
+        grammar = grammar.contiguous()
+    if grammar_start is not None:
+        grammar_start = grammar_start.contiguous()
     words, length = edits.bad_words.shape[1:]
     of = Edits(*(x.contiguous() for x in edits))
     wishes = Wishes(

@@ -44,14 +44,14 @@ def tile_bests(
     out = row * TILES + tile
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
-    x = raw(here, ids, inside, LARGEST_RAW)
+    x = raw(here, ids, inside, None, LARGEST_RAW)
     top = tl.max(x)
     tl.store(tops + out, top)
     # weights relative to the logit, not to its multiple: the largest float times 1.4 is infinite
     tl.store(totals + out, tl.sum(tl.exp2((x - finite(top)) * LOG2E)))
     token = tl.load(tokens + row)
     known = (token >= 0) & (token < vocab)
-    value = raw(here, tl.where(known, token, 0), known, LARGEST_RAW)
+    value = raw(here, tl.where(known, token, 0), known, None, LARGEST_RAW)
     tl.store(counts + out, tl.sum((inside & (x >= value)).to(tl.int32)))
     if FIND:
         key = tl.where(inside, _key(x, ids), _NO_KEY)
@@ -86,7 +86,7 @@ def join_tiles(
     tl.store(norms + row * 2 + 1, norm)
     token = tl.load(tokens + row)
     known = (token >= 0) & (token < vocab)
-    x = raw(logits + row * row_stride, tl.where(known, token, 0), known, LARGEST_RAW)
+    x = raw(logits + row * row_stride, tl.where(known, token, 0), known, None, LARGEST_RAW)
     tl.store(out_logprob + row, (x - top) - norm)
     count = tl.load(counts + row * TILES + tile, mask=there, other=0)
     tl.store(out_rank + row, tl.where(known, tl.sum(count), 0).to(tl.int64))

@@ -20,6 +20,7 @@ from specdec_kernels.gpu.coupled import (
     row_top,
     winning_tiles,
 )
+from specdec_kernels.gpu.edit_values import edited_ids, row_edits
 from specdec_kernels.gpu.noise import (
     ACCEPT,
     GROUP,
@@ -41,7 +42,7 @@ from specdec_kernels.gpu.rows import (
     relative,
     scaled,
 )
-from specdec_kernels.gpu.truncation import LEAST_P, find_cut
+from specdec_kernels.gpu.truncation import LEAST_P, find_cut, log_weight
 
 NO_Q = tl.constexpr(0)
 DENSE = tl.constexpr(1)
@@ -55,7 +56,7 @@ SYNTHETIC = tl.constexpr(2)
 @triton.jit
 def row_cuts(
     logits, row_stride, logits_start, draft_tokens, draft_stride, slots, temperatures,
-    top_ks, top_ps, min_ps, cuts, vocab, K,
+    top_ks, top_ps, min_ps, cuts, vocab, K, tables,
     KP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr, LARGEST_RAW: tl.constexpr,
 ):  # fmt: skip
     """Of one tested row: below which log-weight truncation excludes. float32 [B * (K + 1)]."""
@@ -72,9 +73,10 @@ def row_cuts(
         asked = ((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0)
         if asked & (temperature >= GREEDY):
             here = logits + (first + local) * row_stride
-            top = row_top(here, temperature, vocab, TILE)
+            mine = row_edits(tables, request, local)
+            top = row_top(here, temperature, vocab, mine, TILE)
             cut = find_cut(
-                here, temperature, top, min_p, top_k, top_p, vocab, SHIFT, TILE, LARGEST_RAW
+                here, temperature, top, min_p, top_k, top_p, vocab, mine, SHIFT, TILE, LARGEST_RAW
             )
     tl.store(cuts + request * (K + 1) + local, cut)
 
@@ -83,7 +85,7 @@ def row_cuts(
 def test_statistics(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
     temperatures, cuts, q_logits, q_slot, q_column, tops, scores, choices, totals, q_tops, q_totals,
-    vocab, q_vocab, K, TILES,
+    vocab, q_vocab, K, TILES, tables,
     CUT: tl.constexpr, DENSE_Q: tl.constexpr, DRAW: tl.constexpr,
     KP: tl.constexpr, TILE: tl.constexpr, LARGEST_RAW: tl.constexpr,
 ):  # fmt: skip
@@ -103,17 +105,18 @@ def test_statistics(
         at = request * (K + 1) + local
         out = at.to(tl.int64) * TILES + tile
         temperature = tl.load(temperatures + slot)
+        mine = row_edits(tables, request, local)
         if temperature < GREEDY:
-            greedy_tile(here, tile, out, out, tops, choices, vocab, TILE, LARGEST_RAW)
+            greedy_tile(here, tile, out, out, tops, choices, vocab, mine, TILE, LARGEST_RAW)
         elif local == length:
             if DRAW:
                 drawn_tile(
                     here, tile, out, tl.load(streams + slot), tl.load(positions + row), temperature,
-                    tops, scores, choices, vocab, TILE, 1,
+                    tops, scores, choices, vocab, mine, TILE, 1,
                 )  # fmt: skip
         else:
             ids = tile * TILE + tl.arange(0, TILE)
-            z = scaled(here, ids, ids < vocab, temperature)
+            z = scaled(here, ids, ids < vocab, temperature, mine)
             if CUT:
                 z = tl.where(z < tl.load(cuts + at), NOTHING, z)
             top = tl.max(z)
@@ -121,7 +124,7 @@ def test_statistics(
             tl.store(totals + out, tl.sum(tl.exp2(z * LOG2E - reference_of(top))))
             if DENSE_Q:
                 there = q_logits + slot * q_slot + local * q_column
-                y = scaled(there, ids, ids < q_vocab, temperature)
+                y = scaled(there, ids, ids < q_vocab, temperature, None)
                 q_top = tl.max(y)
                 tl.store(q_tops + out, q_top)
                 tl.store(q_totals + out, tl.sum(tl.exp2(y * LOG2E - reference_of(q_top))))
@@ -149,13 +152,13 @@ def safe_log2(x):
 
 
 @triton.jit
-def careful_log_sum(here, temperature, cut, vocab, TILE: tl.constexpr):
+def careful_log_sum(here, temperature, cut, vocab, mine, TILE: tl.constexpr):
     """The same of one row, NaN excluded and +inf the largest, by one program."""
-    top = row_top(here, temperature, vocab, TILE)
+    top = row_top(here, temperature, vocab, mine, TILE)
     sums = tl.zeros((TILE,), tl.float32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
-        z = cleaned(here, ids, ids < vocab, temperature)
+        z = cleaned(here, ids, ids < vocab, temperature, mine)
         sums += tl.where(z < cut, 0.0, tl.exp2(relative(z, top)))
     return top, safe_log2(tl.sum(sums))
 
@@ -164,7 +167,7 @@ def careful_log_sum(here, temperature, cut, vocab, TILE: tl.constexpr):
 def tested_laws(
     logits, row_stride, first, length, at, slot, temperature, cuts, draft,
     q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-    tops, totals, q_tops, q_totals, vocab, q_vocab, TILES,
+    tops, totals, q_tops, q_totals, vocab, q_vocab, TILES, tables, request,
     CUT: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
     CP: tl.constexpr,
 ):  # fmt: skip
@@ -183,12 +186,18 @@ def tested_laws(
         for i in range(0, length):
             if tl.max((wild & (column == i)).to(tl.int32)) > 0:
                 here = logits + (first + i) * row_stride
+                own = row_edits(tables, request, i)
                 lowest = tl.min(tl.where(column == i, cut, float("inf")))
-                one, other = careful_log_sum(here, temperature, lowest, vocab, TILE)
+                one, other = careful_log_sum(here, temperature, lowest, vocab, own, TILE)
                 p_top = tl.where(column == i, one, p_top)
                 p_sum = tl.where(column == i, other, p_sum)
     rows = logits + tl.where(active, first + column, 0) * row_stride
-    z = cleaned(rows, tl.where(active, draft, 0), active, temperature)
+    known = tl.where(active, draft, 0)
+    x = tl.load(rows + known, mask=active, other=NOTHING).to(tl.float32)
+    if tables is not None:
+        mine = row_edits(tables, request, tl.where(active, column, 0)[:, None])
+        x = tl.reshape(edited_ids(x[:, None], known[:, None], mine), (N,))
+    z = log_weight(x, temperature)
     z = tl.where(z < cut, NOTHING, z)
     log_p = relative(z, p_top) - p_sum
     q_top = tl.zeros((N,), tl.float32)
@@ -200,12 +209,12 @@ def tested_laws(
             for i in range(0, length):
                 if tl.max((q_wild & (column == i)).to(tl.int32)) > 0:
                     there = q_logits + slot * q_slot + i * q_column
-                    one, other = careful_log_sum(there, temperature, NOTHING, q_vocab, TILE)
+                    one, other = careful_log_sum(there, temperature, NOTHING, q_vocab, None, TILE)
                     q_top = tl.where(column == i, one, q_top)
                     q_sum = tl.where(column == i, other, q_sum)
         rows = q_logits + slot * q_slot + tl.where(active, column, 0) * q_column
-        known = active & (draft < q_vocab)
-        y = cleaned(rows, tl.where(known, draft, 0), known, temperature)
+        shared = active & (draft < q_vocab)
+        y = cleaned(rows, tl.where(shared, draft, 0), shared, temperature, None)
         log_q = relative(y, q_top) - q_sum
     elif Q == SPARSE:
         candidate = tl.arange(0, CP)
@@ -216,7 +225,7 @@ def tested_laws(
         )
         y = cleaned(
             q_logits + slot * q_slot + base * q_column, candidate[None, :],
-            there & (ids >= 0) & (ids < vocab), temperature,
+            there & (ids >= 0) & (ids < vocab), temperature, None,
         )  # fmt: skip
         q_top = tl.max(y, axis=1)
         q_sum = safe_log2(tl.sum(tl.exp2(relative(y, q_top[:, None])), axis=1))
@@ -244,10 +253,10 @@ def joint_ratios(ratio, length, N: tl.constexpr):
 @triton.jit
 def residual_weights(
     here, ids, cut, temperature, p_top, p_sum, carried, draft,
-    q_here, q_ids_here, candidates, q_top, q_sum, vocab, q_vocab, Q: tl.constexpr,
+    q_here, q_ids_here, candidates, q_top, q_sum, vocab, q_vocab, mine, Q: tl.constexpr,
 ):  # fmt: skip
-    """max(rho p - q, 0) of ids, [...]; a q_sum of -inf puts all of q on the draft."""
-    z = cleaned(here, ids, ids < vocab, temperature)
+    """max(rho p - q, 0) of whole groups of ids; a q_sum of -inf puts all of q on the draft."""
+    z = cleaned(here, ids, ids < vocab, temperature, mine)
     z = tl.where(z < cut, NOTHING, z)
     log_p = relative(z, p_top) - p_sum + carried
     log_p = tl.where(log_p == log_p, log_p, NOTHING)
@@ -255,14 +264,14 @@ def residual_weights(
     weight = tl.where(ids == draft, 0.0, p)
     if q_sum > NOTHING:
         if Q == DENSE:
-            y = cleaned(q_here, ids, ids < q_vocab, temperature)
+            y = cleaned(q_here, ids, ids < q_vocab, temperature, None)
             log_q = relative(y, q_top) - q_sum
             weight = less(p, log_p, log_q)
         elif Q == SPARSE:
             weight = p
             for i in range(0, candidates):
                 id_ = tl.load(q_ids_here + i)
-                y = cleaned(q_here, i, (id_ >= 0) & (id_ < vocab), temperature)
+                y = cleaned(q_here, i, (id_ >= 0) & (id_ < vocab), temperature, None)
                 log_q = relative(y, q_top) - q_sum
                 weight = tl.where(ids == id_, tl.minimum(weight, less(p, log_p, log_q)), weight)
     return weight
@@ -279,7 +288,7 @@ def less(p, log_p, log_q):
 def block_laws(
     logits, row_stride, logits_start, draft_tokens, draft_stride, slots, temperatures, cuts,
     q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-    tops, totals, q_tops, q_totals, laws, vocab, q_vocab, K, TILES,
+    tops, totals, q_tops, q_totals, laws, vocab, q_vocab, K, TILES, tables,
     CUT: tl.constexpr, Q: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
     CP: tl.constexpr,
 ):  # fmt: skip
@@ -296,7 +305,7 @@ def block_laws(
         p_top, p_sum, q_top, q_sum, _cut, ratio = tested_laws(
             logits, row_stride, first, length, request * (K + 1), slot, temperature, cuts, draft,
             q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-            tops, totals, q_tops, q_totals, vocab, q_vocab, TILES,
+            tops, totals, q_tops, q_totals, vocab, q_vocab, TILES, tables, request,
             CUT, Q, KP, TP, TILE, CP,
         )  # fmt: skip
         joint = joint_ratios(ratio, length, KP)
@@ -313,7 +322,7 @@ def block_laws(
 def residual_masses(
     logits, row_stride, logits_start, draft_tokens, draft_stride, slots, temperatures, cuts,
     q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates, laws, masses,
-    vocab, q_vocab, K, TILES,
+    vocab, q_vocab, K, TILES, tables,
     CUT: tl.constexpr, Q: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of a row that tests draft i > 0: the mass of max(rho_i p - q, 0).
@@ -339,7 +348,8 @@ def residual_masses(
             tl.load(draft_tokens + request * draft_stride + local),
             q_logits + slot * q_slot + local * q_column,
             q_ids + slot * ids_slot + local * ids_column, candidates,
-            tl.load(law + 2 * (K + 1)), tl.load(law + 3 * (K + 1)), vocab, q_vocab, Q,
+            tl.load(law + 2 * (K + 1)), tl.load(law + 3 * (K + 1)), vocab, q_vocab,
+            row_edits(tables, request, local), Q,
         )  # fmt: skip
         tl.store(masses + at.to(tl.int64) * TILES + tile, tl.sum(weight))
 
@@ -383,7 +393,7 @@ def settle_tests(
     temperatures, cuts, rates,
     q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
     tops, totals, scores, choices, q_tops, q_totals, masses, drawn,
-    out_tokens, out_count, out_rows, refused, laws, vocab, q_vocab, K, TILES,
+    out_tokens, out_count, out_rows, refused, laws, vocab, q_vocab, K, TILES, tables,
     RULE: tl.constexpr, CUT: tl.constexpr, DRAWN: tl.constexpr, Q: tl.constexpr,
     KP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
@@ -424,7 +434,7 @@ def settle_tests(
         p_top, p_sum, q_top, q_sum, cut, ratio = tested_laws(
             logits, row_stride, first, length, at, slot, temperature, cuts, draft,
             q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-            tops, totals, q_tops, q_totals, vocab, q_vocab, TILES,
+            tops, totals, q_tops, q_totals, vocab, q_vocab, TILES, tables, request,
             CUT, Q, KP, TP, TILE, CP,
         )  # fmt: skip
         joint = tl.zeros((KP,), tl.float32)
@@ -458,7 +468,7 @@ def settle_tests(
         else:
             token = tl.sum(chosen_tokens(
                 logits, row_stride, first + length, 1, positions, at + length, stream, temperature,
-                tops, scores, choices, vocab, TILES, 1, TP, TILE,
+                tops, scores, choices, vocab, TILES, tables, request, length, 1, TP, TILE,
             ))  # fmt: skip
     active = column <= length
     emitted = active & (column <= accepted)
@@ -474,7 +484,7 @@ def settle_tests(
 def residual_tiles(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
     temperatures, q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-    refused, laws, scores, choices, vocab, q_vocab, K, TILES,
+    refused, laws, scores, choices, vocab, q_vocab, K, TILES, tables,
     Q: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of the row whose draft was refused: the group of the residual that wins.
@@ -496,7 +506,8 @@ def residual_tiles(
             tl.load(draft_tokens + request * draft_stride + column),
             q_logits + slot * q_slot + column * q_column,
             q_ids + slot * ids_slot + column * ids_column, candidates,
-            tl.load(law + 2), tl.load(law + 3), vocab, q_vocab, Q,
+            tl.load(law + 2), tl.load(law + 3), vocab, q_vocab,
+            row_edits(tables, request, column), Q,
         )  # fmt: skip
         a, b = key(tl.load(streams + slot), tl.load(positions + row), 0, RESIDUAL_TOKEN + 1)
         score, group = draw_group(over_lanes(weight), a, b, tile, GROUPS)
@@ -509,7 +520,7 @@ def residual_tiles(
 def settle_residual(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
     temperatures, q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-    refused, laws, scores, choices, out_tokens, vocab, q_vocab, K, TILES,
+    refused, laws, scores, choices, out_tokens, vocab, q_vocab, K, TILES, tables,
     Q: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One request whose draft was refused: the token that replaces it."""
@@ -524,6 +535,7 @@ def settle_residual(
         position = tl.load(positions + row)
         law = laws + request * 6
         cut = tl.load(law + 5)
+        mine = row_edits(tables, request, column)
         tiles = tl.arange(0, TP)
         place = request.to(tl.int64) * TILES + tiles
         score = tl.load(scores + place, mask=tiles < TILES, other=NOTHING)
@@ -535,15 +547,15 @@ def settle_residual(
                 tl.load(draft_tokens + request * draft_stride + column),
                 q_logits + slot * q_slot + column * q_column,
                 q_ids + slot * ids_slot + column * ids_column, candidates,
-                tl.load(law + 2), tl.load(law + 3), vocab, q_vocab, Q,
+                tl.load(law + 2), tl.load(law + 3), vocab, q_vocab, mine, Q,
             )  # fmt: skip
             a, b = key(stream, position, 0, RESIDUAL_TOKEN)
             total = safe_log2(weight) + gumbel(word(a, b, ids)) * LOG2E
             token = (group * GROUP + tl.argmax(total, axis=0)).to(tl.int64)
         else:
             # by rounding p exceeds q nowhere; then p = q as far as floats tell
-            top = row_top(here, temperature, vocab, TILE)
+            top = row_top(here, temperature, vocab, mine, TILE)
             token, _level = draw_row(
-                here, temperature, top, cut, stream, position, 0, RESIDUAL_TOKEN, vocab, TILE
+                here, temperature, top, cut, stream, position, 0, RESIDUAL_TOKEN, vocab, mine, TILE
             )
         tl.store(out_tokens + request * (K + 1) + column, token)

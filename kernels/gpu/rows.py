@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec_kernels.gpu.edit_values import edited
 from specdec_kernels.gpu.noise import GROUP, gumbel, word
 from specdec_kernels.logits import GREEDY_BELOW
 
@@ -68,25 +69,47 @@ def over_temperature(x, temperature):
 
 
 @triton.jit
-def scaled(logits, ids, inside, temperature):
-    """Log-weights of ids, those outside excluded. NaN and +inf are left for others to handle."""
+def whole_groups(x, ids, mine):
+    """Logits after the edits of their row, or of a row for each group: see `edited`.
+
+    ids: [GROUPS, GROUP], or flat; groups of ids in order, of which each is there in full.
+    """
+    if mine is not None:
+        GROUPS: tl.constexpr = ids.numel // GROUP
+        groups = tl.max(tl.reshape(ids, (GROUPS, GROUP)), axis=1) // GROUP
+        x = tl.reshape(edited(tl.reshape(x, (GROUPS, GROUP)), groups, mine), ids.shape)
+    return x
+
+
+@triton.jit
+def loaded(logits, ids, inside, mine):
+    """Logits of ids, edited, those outside excluded; `mine` as `row_edits` gives it.
+
+    Where it is not None, ids are as for `whole_groups`.
+    """
     x = tl.load(logits + ids, mask=inside, other=NOTHING).to(tl.float32)
+    return whole_groups(x, ids, mine)
+
+
+@triton.jit
+def scaled(logits, ids, inside, temperature, mine):
+    """Log-weights of ids, those outside excluded. NaN and +inf are left for others to handle."""
+    x = loaded(logits, ids, inside, mine)
     if temperature != 1.0:
         x = over_temperature(x, temperature)
     return x
 
 
 @triton.jit
-def cleaned(logits, ids, inside, temperature):
+def cleaned(logits, ids, inside, temperature, mine):
     """Log-weights of ids as the law has them: NaN and ids outside excluded, +inf the largest."""
-    return clean(scaled(logits, ids, inside, temperature), LARGEST)
+    return clean(scaled(logits, ids, inside, temperature, mine), LARGEST)
 
 
 @triton.jit
-def raw(logits, ids, inside, LARGEST_RAW: tl.constexpr):
+def raw(logits, ids, inside, mine, LARGEST_RAW: tl.constexpr):
     """Logits as they compare, those outside excluded."""
-    x = tl.load(logits + ids, mask=inside, other=NOTHING).to(tl.float32)
-    return clean(x, LARGEST_RAW)
+    return clean(loaded(logits, ids, inside, mine), LARGEST_RAW)
 
 
 @triton.jit
@@ -128,13 +151,13 @@ def over_lanes(weights):
 
 
 @triton.jit
-def tile_law(logits, ids, vocab, temperature):
+def tile_law(logits, ids, vocab, temperature, mine):
     """Of ids [groups, GROUP]: the largest log-weight, and the sum of weights of each group.
 
     A sum is NaN if an id has NaN, +inf or nearly that: the row is wild, and needs `cleaned`. A
     group e**87 below the largest counts as empty; no noise lifts it to a win.
     """
-    z = scaled(logits, ids, ids < vocab, temperature)
+    z = scaled(logits, ids, ids < vocab, temperature, mine)
     top = tl.max(z)
     return top, over_lanes(tl.exp2(z * LOG2E - reference_of(top)))
 

@@ -17,6 +17,7 @@ from specdec_kernels.gpu.coupled import (
     wild_rows,
     winning_tiles,
 )
+from specdec_kernels.gpu.edit_values import row_edits
 from specdec_kernels.gpu.noise import REDRAW_TOKEN, TARGET_TOKEN
 from specdec_kernels.gpu.rows import (
     GREEDY,
@@ -65,7 +66,7 @@ def log_weight(x, temperature):
 
 @triton.jit
 def largest_order(
-    here, temperature, floor, top, target, low, high, vocab,
+    here, temperature, floor, top, target, low, high, vocab, mine,
     COUNT: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, LARGEST_RAW: tl.constexpr,
 ):  # fmt: skip
     """The largest order at or above which there is a weight of `target`; `low` if there is none.
@@ -80,8 +81,8 @@ def largest_order(
         sums = tl.zeros((_WAYS, TILE), tl.float32)
         for start in range(0, vocab, TILE):
             ids = start + tl.arange(0, TILE)
-            x = raw(here, ids, ids < vocab, LARGEST_RAW)
-            z = cleaned(here, ids, ids < vocab, temperature)
+            x = raw(here, ids, ids < vocab, mine, LARGEST_RAW)
+            z = cleaned(here, ids, ids < vocab, temperature, mine)
             weight = tl.exp2(relative(z, top))
             if COUNT:
                 weight = tl.where(z == NOTHING, 0.0, 1.0)
@@ -95,19 +96,19 @@ def largest_order(
 
 
 @triton.jit
-def weight_from(here, temperature, floor, top, vocab, TILE: tl.constexpr):
+def weight_from(here, temperature, floor, top, vocab, mine, TILE: tl.constexpr):
     """The sum of weights, relative to `top`, at or above `floor`; as `largest_order` sums them."""
     sums = tl.zeros((TILE,), tl.float32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
-        z = cleaned(here, ids, ids < vocab, temperature)
+        z = cleaned(here, ids, ids < vocab, temperature, mine)
         sums += tl.where(z < floor, 0.0, tl.exp2(relative(z, top)))
     return tl.sum(sums)
 
 
 @triton.jit
 def find_cut(
-    here, temperature, top, min_p, top_k, top_p, vocab,
+    here, temperature, top, min_p, top_k, top_p, vocab, mine,
     SHIFT: tl.constexpr, TILE: tl.constexpr, LARGEST_RAW: tl.constexpr,
 ):  # fmt: skip
     """The smallest log-weight that min-p, then top-k, then top-p keep. top: the row's largest."""
@@ -116,14 +117,14 @@ def find_cut(
     highest = order(tl.full((), LARGEST_RAW, tl.float32), SHIFT).to(tl.int64) + 1
     if (top_k > 0) & (top_k < vocab):
         found = largest_order(
-            here, temperature, cut, top, top_k.to(tl.float32), lowest, highest, vocab,
+            here, temperature, cut, top, top_k.to(tl.float32), lowest, highest, vocab, mine,
             True, SHIFT, TILE, LARGEST_RAW,
         )  # fmt: skip
         cut = tl.maximum(cut, log_weight(value_of(found.to(tl.int32), SHIFT), temperature))
     if top_p < 1:
-        whole = weight_from(here, temperature, cut, top, vocab, TILE)
+        whole = weight_from(here, temperature, cut, top, vocab, mine, TILE)
         found = largest_order(
-            here, temperature, cut, top, top_p * whole, lowest, highest, vocab,
+            here, temperature, cut, top, top_p * whole, lowest, highest, vocab, mine,
             False, SHIFT, TILE, LARGEST_RAW,
         )  # fmt: skip
         cut = tl.maximum(cut, log_weight(value_of(found.to(tl.int32), SHIFT), temperature))
@@ -134,7 +135,7 @@ def find_cut(
 def first_draws(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots,
     streams, temperatures, top_ks, top_ps, min_ps, tops, scores, choices,
-    drawn, attempts, levels, row_tops, states, vocab, K, TILES,
+    drawn, attempts, levels, row_tops, states, vocab, K, TILES, tables,
     CHAINS: tl.constexpr, KP: tl.constexpr, LAST: tl.constexpr, TP: tl.constexpr,
     ATTEMPTS: tl.constexpr,
 ):  # fmt: skip
@@ -160,11 +161,12 @@ def first_draws(
             tl.store(drawn + at + one, choice.to(tl.int64))
         else:
             here = logits + row * row_stride + one
+            mine = row_edits(tables, tl.program_id(1), tl.program_id(0))
             stream = tl.load(streams + slot)
             position = tl.load(positions + row) + one
             token, level, top = drawn_ids(
                 here, at + one, there, stream, position, temperature, 0,
-                tops, scores, choices, vocab, TILES, ATTEMPTS, TP,
+                tops, scores, choices, vocab, TILES, mine, ATTEMPTS, TP,
             )  # fmt: skip
             tl.store(drawn + at + one, token)
             top_k = tl.load(top_ks + slot)
@@ -179,7 +181,7 @@ def first_draws(
                 for attempt in tl.static_range(1, ATTEMPTS):
                     token, level, top = drawn_ids(
                         here, at + one, there, stream, position, temperature, attempt,
-                        tops, scores, choices, vocab, TILES, ATTEMPTS, TP,
+                        tops, scores, choices, vocab, TILES, mine, ATTEMPTS, TP,
                     )  # fmt: skip
                     tl.store(attempts + at * ATTEMPTS + attempt + one, token)
                     tl.store(levels + at * ATTEMPTS + attempt + one, level)
@@ -192,6 +194,7 @@ def first_draws(
 def mass_above(
     logits, row_stride, logits_start, draft_tokens, draft_stride, slots,
     temperatures, top_ks, min_ps, levels, row_tops, states, above, counts, kept, vocab, K, TILES,
+    tables,
     CHAINS: tl.constexpr, KP: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr,
     ATTEMPTS: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +211,9 @@ def mass_above(
             vocab, K, CHAINS, KP, LAST,
         )  # fmt: skip
         ids = tile * TILE + tl.arange(0, TILE)
-        z = scaled(logits + row * row_stride, ids, ids < vocab, tl.load(temperatures + slot))
+        mine = row_edits(tables, tl.program_id(2), tl.program_id(1))
+        temperature = tl.load(temperatures + slot)
+        z = scaled(logits + row * row_stride, ids, ids < vocab, temperature, mine)
         top = tl.load(row_tops + at)
         weight = tl.exp2(z * LOG2E - reference_of(top))
         floor = min_p_floor(top, tl.load(min_ps + slot))
@@ -233,7 +238,7 @@ def min_p_floor(top, min_p):
 def settle_attempts(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots,
     streams, temperatures, top_ks, top_ps, min_ps, drawn, attempts, levels, row_tops, states,
-    above, counts, kept, vocab, K, TILES,
+    above, counts, kept, vocab, K, TILES, tables,
     CHAINS: tl.constexpr, KP: tl.constexpr, LAST: tl.constexpr, TP: tl.constexpr,
     TILE: tl.constexpr, ATTEMPTS: tl.constexpr, SHIFT: tl.constexpr, LARGEST_RAW: tl.constexpr,
 ):  # fmt: skip
@@ -246,6 +251,7 @@ def settle_attempts(
             vocab, K, CHAINS, KP, LAST,
         )  # fmt: skip
         here = logits + row * row_stride
+        mine = row_edits(tables, tl.program_id(1), tl.program_id(0))
         stream = tl.load(streams + slot)
         position = tl.load(positions + row)
         temperature = tl.load(temperatures + slot)
@@ -257,9 +263,9 @@ def settle_attempts(
         cut = tl.full((), NOTHING, tl.float32)
         cut_known = state == WILD
         if cut_known:
-            top = row_top(here, temperature, vocab, TILE)
+            top = row_top(here, temperature, vocab, mine, TILE)
             cut = find_cut(
-                here, temperature, top, min_p, top_k, top_p, vocab, SHIFT, TILE, LARGEST_RAW
+                here, temperature, top, min_p, top_k, top_p, vocab, mine, SHIFT, TILE, LARGEST_RAW
             )
         floor = min_p_floor(top, min_p)
         tiles = tl.arange(0, TP)
@@ -273,7 +279,7 @@ def settle_attempts(
             if state == WILD:
                 token, level = draw_row(
                     here, temperature, top, NOTHING, stream, position, attempt, TARGET_TOKEN,
-                    vocab, TILE,
+                    vocab, mine, TILE,
                 )  # fmt: skip
                 settled = level >= cut
             else:
@@ -288,7 +294,7 @@ def settle_attempts(
                 if (lost == False) & by_k & (top_p < 1):  # noqa: E712
                     if cut_known == False:  # noqa: E712
                         cut = find_cut(
-                            here, temperature, top, min_p, top_k, top_p, vocab,
+                            here, temperature, top, min_p, top_k, top_p, vocab, mine,
                             SHIFT, TILE, LARGEST_RAW,
                         )  # fmt: skip
                         cut_known = True
@@ -298,9 +304,10 @@ def settle_attempts(
         if settled == False:  # noqa: E712
             if cut_known == False:  # noqa: E712
                 cut = find_cut(
-                    here, temperature, top, min_p, top_k, top_p, vocab, SHIFT, TILE, LARGEST_RAW
-                )
+                    here, temperature, top, min_p, top_k, top_p, vocab, mine,
+                    SHIFT, TILE, LARGEST_RAW,
+                )  # fmt: skip
             token, _level = draw_row(
-                here, temperature, top, cut, stream, position, 0, REDRAW_TOKEN, vocab, TILE
+                here, temperature, top, cut, stream, position, 0, REDRAW_TOKEN, vocab, mine, TILE
             )
         tl.store(drawn + at, token)

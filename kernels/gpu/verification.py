@@ -11,13 +11,22 @@ from specdec_kernels.gpu.chains import UNUSED_BITS, Partials, Rows, draws, stati
 from specdec_kernels.gpu.comparison import compare
 from specdec_kernels.gpu.coupled import settle_chains, settle_rows
 from specdec_kernels.gpu.draft import sample_draft
+from specdec_kernels.gpu.edits import prepare_edits
 from specdec_kernels.gpu.rows import CAREFUL, tile_of
 from specdec_kernels.reference import process_logits
-from specdec_kernels.types import DenseQ, Sampling, SparseQ, Verified
+from specdec_kernels.types import DenseQ, EditInputs, Sampling, SparseQ, Verified
 
 MOST = 65535  # requests of a launch: what CUDA allows along the axes that count them
 
 __all__ = ["process_logits", "sample", "sample_draft", "verify"]
+
+
+def _edits_of(edits: EditInputs | None, start: Tensor, begin: int) -> EditInputs | None:
+    """Those of the MOST requests from `begin` on; `start` [B] has the first row of every one."""
+    if edits is None or edits.grammar is None:
+        return edits
+    first = start if edits.grammar_start is None else edits.grammar_start
+    return edits._replace(grammar_start=first[begin : begin + MOST])
 
 
 def verify(
@@ -32,12 +41,14 @@ def verify(
     q: DenseQ | SparseQ | None = None,
     acceptance_rates: Tensor | None = None,
     truncate: bool = True,
+    edits: EditInputs | None = None,
 ) -> Verified:
     """Accept a prefix of every request's drafts and add one token of the target's."""
     if logits.dtype not in UNUSED_BITS:
         return reference.verify(
             logits, logits_start, draft_tokens, positions, slots, sampling,
             method=method, q=q, acceptance_rates=acceptance_rates, truncate=truncate,
+            edits=edits,
         )  # fmt: skip
     batch, drafts = draft_tokens.shape
     if batch > MOST:
@@ -46,6 +57,7 @@ def verify(
                 logits, logits_start[i : i + MOST + 1], draft_tokens[i : i + MOST], positions,
                 slots[i : i + MOST], sampling,
                 method=method, q=q, acceptance_rates=acceptance_rates, truncate=truncate,
+                edits=_edits_of(edits, logits_start[:-1], i),
             )
             for i in range(0, batch, MOST)
         ]  # fmt: skip
@@ -55,7 +67,9 @@ def verify(
     count = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if not batch:
         return Verified(tokens, count, decided)
-    rows = Rows(logits, logits_start, draft_tokens, positions, slots, sampling, drafts)
+    chains = logits, logits_start, draft_tokens, positions, slots
+    tables = None if edits is None else prepare_edits(*chains, **edits._asdict())
+    rows = Rows(*chains, sampling, drafts, tables)
     if method != "coupled":
         return compare(rows, q, method=method, acceptance_rates=acceptance_rates, truncate=truncate)
     partials = Partials(*[tokens] * 3) if truncate else statistics(rows)
@@ -64,7 +78,7 @@ def verify(
     settle_chains[(batch,)](
         *rows.arguments, positions, slots, sampling.stream, sampling.temperature,
         *partials, drawn,
-        tokens, count, decided, logits.shape[1], drafts, tiles,
+        tokens, count, decided, logits.shape[1], drafts, tiles, tables,
         DRAWN=truncate, KP=rows.chains["KP"], TP=triton.next_power_of_2(tiles), TILE=CAREFUL,
         num_warps=4,
     )  # fmt: skip
@@ -72,23 +86,34 @@ def verify(
 
 
 def sample(
-    logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling, *, truncate: bool = True
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    sampling: Sampling,
+    *,
+    truncate: bool = True,
+    edits: EditInputs | None = None,
 ) -> Tensor:
     """Plain decoding: one token per row."""
     if logits.dtype not in UNUSED_BITS:
-        return reference.sample(logits, positions, slots, sampling, truncate=truncate)
+        return reference.sample(
+            logits, positions, slots, sampling, truncate=truncate, edits=edits
+        )
     if len(slots) > MOST:
+        start = torch.arange(len(slots), device=slots.device)
         parts = [
             sample(
                 logits[i : i + MOST], positions[i : i + MOST], slots[i : i + MOST], sampling,
-                truncate=truncate,
+                truncate=truncate, edits=_edits_of(edits, start, i),
             )
             for i in range(0, len(slots), MOST)
         ]  # fmt: skip
         return torch.cat(parts)
-    rows = Rows(logits, None, None, positions, slots, sampling, 0)
-    if not rows.places:
+    if not len(slots):
         return torch.empty_like(slots)
+    chains = logits, None, None, positions, slots
+    tables = None if edits is None else prepare_edits(*chains, **edits._asdict())
+    rows = Rows(*chains, sampling, 0, tables)
     if truncate:
         return draws(rows)
     partials = statistics(rows)
@@ -96,7 +121,7 @@ def sample(
     tiles = partials.tops.shape[1]
     settle_rows[(rows.places,)](
         logits, logits.stride(0), positions, slots, sampling.stream, sampling.temperature,
-        *partials, tokens, logits.shape[1], tiles,
+        *partials, tokens, logits.shape[1], tiles, tables,
         TP=triton.next_power_of_2(tiles), TILE=CAREFUL, num_warps=4,
     )  # fmt: skip
     return tokens

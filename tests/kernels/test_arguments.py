@@ -9,7 +9,17 @@ import pytest
 import torch
 
 import specdec_kernels
-from specdec_kernels import DenseQ, Sampling, SparseQ, process_logits, sample, sample_draft, verify
+from specdec_kernels import (
+    DenseQ,
+    EditInputs,
+    Edits,
+    Sampling,
+    SparseQ,
+    process_logits,
+    sample,
+    sample_draft,
+    verify,
+)
 
 MakeSampling = Callable[..., Sampling]
 
@@ -98,6 +108,37 @@ def test_a_wrong_sampling_parameter_is_named(make_sampling: MakeSampling) -> Non
     sampling = make_sampling(2)._replace(min_p=torch.zeros(3))
     with pytest.raises(ValueError, match=r"sampling.min_p has shape \(3,\); .*slots=2"):
         verify(**{**arguments(make_sampling), "sampling": sampling})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "said"),
+    [
+        ("history", torch.zeros(2, 3), TypeError, "history has dtype torch.float32"),
+        ("prompt_length", torch.zeros(3).long(), ValueError, r"prompt_length .*slots=2"),
+        ("edits", None, TypeError, "edits must be an Edits, not NoneType"),
+        ("grammar", torch.zeros(6, 1), TypeError, "grammar has dtype torch.float32; .*int32"),
+        ("grammar", torch.zeros(6, 2).int(), ValueError, r"grammar has shape \(6, 2\); .*words=1"),
+        ("grammar_start", torch.zeros(6).long(), ValueError, "grammar_start needs grammar"),
+    ],
+)
+def test_a_wrong_input_of_edits_is_named(
+    make_sampling: MakeSampling, field: str, value: object, error: type[Exception], said: str
+) -> None:
+    one, none, ids = torch.ones(2), torch.zeros(2), torch.zeros(2, 0).long()
+    edits = Edits(one, none, none, ids, torch.zeros(2, 0), ids, ids, ids.sum(1), ids[:, None])
+    inputs = EditInputs(torch.zeros(2, 3).long(), torch.zeros(2).long(), edits)
+    verify(**arguments(make_sampling), edits=inputs)
+    wrong: Any = inputs._replace(**{field: value})
+    with pytest.raises(error, match=f"^verify: {said}"):
+        verify(**arguments(make_sampling), edits=wrong)
+    six = torch.zeros(6).long()
+    with pytest.raises(error, match=f"^sample: {said}"):
+        sample(torch.zeros(6, 5), torch.arange(6), six, make_sampling(2), edits=wrong)
+
+
+def test_edits_alone_are_not_what_edits_need(make_sampling: MakeSampling) -> None:
+    with pytest.raises(TypeError, match="verify: edits must be an EditInputs, not tuple"):
+        verify(**arguments(make_sampling), edits=(1, 2))
 
 
 def test_too_few_rates_are_refused(make_sampling: MakeSampling) -> None:

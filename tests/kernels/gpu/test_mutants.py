@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from specdec_kernels import reference
+from specdec_kernels import EditInputs, Edits, reference
 from specdec_kernels.gpu import verification
 
 Make = Callable[..., Any]
@@ -76,7 +76,36 @@ FAULTS = {
     "negative values in reverse": Fault(
         "truncation", "(bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT", "bits >> SHIFT"
     ),
+    "the first row's edits in every row": Fault(
+        "coupled",
+        "tl.program_id(2), tl.program_id(1))\n        if",
+        "tl.program_id(2), 0)\n        if",
+    ),
+    "a group drawn from by what the logits were": Fault(
+        "coupled", "temperature, mine)\n    x =", "temperature, None)\n    x ="
+    ),
 }
+
+
+def edits_of(slots: int, vocab: int) -> EditInputs:
+    """An id so likely that every row takes it, and a penalty that lets none take it twice."""
+    none = torch.zeros(slots)
+    ids = torch.full((slots, 0), -1)
+    return EditInputs(
+        torch.arange(5).expand(slots, 5),
+        torch.zeros(slots, dtype=torch.int64),
+        Edits(
+            repetition_penalty=none + 1,
+            presence_penalty=none,
+            frequency_penalty=none + 300.0,
+            bias_ids=torch.full((slots, 1), 80),
+            bias=torch.full((slots, 1), 200.0),
+            allowed_ids=ids,
+            stop_ids=ids,
+            min_length=torch.zeros(slots, dtype=torch.int64),
+            bad_words=ids[:, None],
+        ),
+    )
 
 
 @pytest.fixture
@@ -101,6 +130,12 @@ def judged(make_batch: Make, make_sampling: Make) -> Callable[[Any], Iterator[bo
     )
     few = torch.randn(6, 70) * 0.3 - 2  # hardly an attempt is kept
     flat = torch.randn(8, 4) * 0.3  # attempts are kept, or fall just below a cut
+    inputs = edits_of(4, 150)
+    edited = drafted._replace(positions=torch.tensor([3, 4, 5, 3, 4, 5, 3, 4]))
+    for _ in range(2):
+        own = reference.verify(*edited, method="coupled", truncate=False, edits=inputs).tokens
+        drafts = own[:, :2].where(own[:, :2] >= 0, edited.draft_tokens)
+        edited = edited._replace(draft_tokens=drafts)
 
     def compare(kernels: Any) -> Iterator[bool]:
         def samples(*given: Any, truncate: bool = True) -> bool:
@@ -117,6 +152,11 @@ def judged(make_batch: Make, make_sampling: Make) -> Callable[[Any], Iterator[bo
         yield samples(few, rows, rows, tight)
         rows = torch.arange(8)
         yield samples(flat, rows, rows, loose)
+        outs = (
+            module.verify(*edited, method="coupled", truncate=False, edits=inputs)
+            for module in (kernels, reference)
+        )
+        yield all(map(torch.equal, *outs))
 
     return compare
 
