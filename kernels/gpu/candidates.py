@@ -31,8 +31,8 @@ def draft_candidates(
 
     keys: int64 [B, TILES, CP], which compare as the weights do and then as the lower id.
     """
-    tile = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) % TILES
+    request = (tl.program_id(0) // TILES).to(tl.int64)
     slot = tl.load(slots + request)
     if slot >= 0:
         here = logits + request * row_stride

@@ -1,7 +1,8 @@
 """Drafts on a GPU, with the signature of `specdec_kernels.candidates.sample_draft`.
 
 Two launches. `draft_statistics` reads every tile of every row once and leaves a winner per tile;
-`settle_drafts` takes the best of them per row and draws within its group. With a map a tile is one
+`settle_drafts` takes the best of them per row and draws within its group. All programs of a launch
+lie along one axis, the only one with room for any number of requests. With a map a tile is one
 of target ids, because the noise is keyed by their groups. `candidates` draws from a few ids alone.
 """
 
@@ -66,8 +67,8 @@ def draft_statistics(
     first id that has it, else the row of the table of groups that wins. scores: by what it wins;
     totals: the sum of weights; both relative to tops.
     """
-    tile = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) % TILES
+    request = (tl.program_id(0) // TILES).to(tl.int64)
     slot = tl.load(slots + request)
     if slot >= 0:
         here = logits + request * row_stride
@@ -198,7 +199,7 @@ def sample_draft(
         tiles = triton.cdiv(vocab, tile)
         last = triton.next_power_of_2(tiles)
         keys = torch.empty((len(slots), tiles, width), dtype=torch.int64, device=logits.device)
-        draft_candidates[(tiles, len(slots))](
+        draft_candidates[(tiles * len(slots),)](
             logits, logits.stride(0), slots, sampling.temperature, keys, vocab, tiles,
             ARGMAX=kinds["ARGMAX"], TILE=tile, C=count, CP=width, LARGEST_RAW=limit,
             num_warps=WARPS,
@@ -219,7 +220,7 @@ def sample_draft(
     floats = torch.empty((3, len(slots), tiles), dtype=torch.float32, device=logits.device)
     choices = torch.empty((len(slots), tiles), dtype=torch.int32, device=logits.device)
     tops, scores, totals = floats
-    draft_statistics[(tiles, len(slots))](
+    draft_statistics[(tiles * len(slots),)](
         *rows, table.groups, table.members, tops, scores, choices, totals,
         vocab, places, tiles, index,
         **kinds, DOMAIN=domain, TILE=tile, LARGEST_RAW=limit, num_warps=WARPS,

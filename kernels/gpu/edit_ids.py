@@ -186,7 +186,7 @@ def _set_all(words, ids, size, step, vocab):
 @triton.jit
 def mark(chains, wishes, tables, vocab, PARTS: tl.constexpr):
     """A part of one request's lists: the bits of their ids."""
-    part, request = tl.program_id(0), tl.program_id(1)
+    request, part = tl.program_id(0), tl.program_id(1)
     flags = tl.load(tables.flags + request)
     if flags != 0:
         first, _rows, slot = request_of(request, chains)
@@ -217,7 +217,7 @@ def mark(chains, wishes, tables, vocab, PARTS: tl.constexpr):
 @triton.jit
 def number(tables):
     """128 words of one request: their ids by number, about which nothing is known yet."""
-    tile, request = tl.program_id(0), tl.program_id(1)
+    request, tile = tl.program_id(0), tl.program_id(1)
     flags = tl.load(tables.flags + request)
     if (flags & LISTED) > 0:
         words = tables.marked + request.to(tl.int64) * tables.words
@@ -242,7 +242,7 @@ def number(tables):
         # -0, by its bits: x + -0 is x, zeros of either sign included
         none = tl.full((), -(2**31), tl.int32).to(tl.float32, bitcast=True)
         tl.store(tables.biases + place, none, mask=marked & ((flags & BIASED) > 0))
-        if tile == tl.num_programs(0) - 1:
+        if tile == tl.num_programs(1) - 1:
             tl.store(tables.totals + request, below + tl.sum(size))
 
 
@@ -259,7 +259,7 @@ def number_of(request, ids, known, tables):
 @triton.jit
 def fill(chains, wishes, tables, vocab, PARTS: tl.constexpr):
     """A part of one request's lists: biases and occurrences, by number."""
-    part, request = tl.program_id(0), tl.program_id(1)
+    request, part = tl.program_id(0), tl.program_id(1)
     flags = tl.load(tables.flags + request)
     if (flags & LISTED) > 0:
         first, _rows, slot = request_of(request, chains)

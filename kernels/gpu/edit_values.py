@@ -111,7 +111,7 @@ def patch_rows(
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """A part of one row's touched ids: bias, then the penalties with the drafts before the row."""
-    part, local, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request, local, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     flags = tl.load(tables.flags + request)
     if (flags & LISTED) > 0:
         first, rows, slot = request_of(request, chains)
@@ -147,7 +147,7 @@ def patch_rows(
 @triton.jit
 def ban_ids(chains, wishes, tables, vocab):
     """One row: stop ids before the least length, and words whose beginning the output ends in."""
-    local, request = tl.program_id(0), tl.program_id(1)
+    request, local = tl.program_id(0), tl.program_id(1)
     flags = tl.load(tables.flags + request)
     if (flags & (WORDS | STOPS)) > 0:
         first, rows, slot = request_of(request, chains)
@@ -196,10 +196,10 @@ def write_edited(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of one row, edited."""
-    local, request = tl.program_id(1), tl.program_id(2)
+    request, local = tl.program_id(0), tl.program_id(1)
     first, rows, _slot = request_of(request, chains)
     if local < rows:
-        groups = tl.program_id(0) * (TILE // 32) + tl.arange(0, TILE // 32)
+        groups = tl.program_id(2) * (TILE // 32) + tl.arange(0, TILE // 32)
         ids = groups[:, None] * 32 + tl.arange(0, 32)[None, :]
         inside = ids < vocab
         row = first + local

@@ -123,20 +123,21 @@ def prepare_edits(
     if not batch:
         return tables
     parts = min(8, max(1, triton.cdiv(wishes.T, CHUNK.value)))
+    # requests along the first axis of a grid: the others end at 65,535
     survey[(batch,)](chains, wishes, tables, num_warps=4)
-    mark[(parts, batch)](chains, wishes, tables, vocab, PARTS=parts, num_warps=4)
+    mark[(batch, parts)](chains, wishes, tables, vocab, PARTS=parts, num_warps=4)
     if not most:
         return tables
-    number[(triton.cdiv(groups, FEW.value), batch)](tables, num_warps=4)
-    fill[(parts, batch)](chains, wishes, tables, vocab, PARTS=parts, num_warps=4)
+    number[(batch, triton.cdiv(groups, FEW.value))](tables, num_warps=4)
+    fill[(batch, parts)](chains, wishes, tables, vocab, PARTS=parts, num_warps=4)
     parts = min(4, triton.cdiv(most, CHUNK.value))
     # no fused multiply-adds: each operation rounds, as in `edit_logits`
-    patch_rows[(parts, chains.K + 1, batch)](
+    patch_rows[(batch, chains.K + 1, parts)](
         logits, logits.stride(0), chains, wishes, tables,
         PARTS=parts, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if wishes.S or wishes.W:
-        ban_ids[(chains.K + 1, batch)](chains, wishes, tables, vocab, num_warps=1)
+        ban_ids[(batch, chains.K + 1)](chains, wishes, tables, vocab, num_warps=1)
     return tables
 
 
@@ -153,7 +154,7 @@ def apply_edits(
     out = logits.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     vocab = logits.shape[1]
     if len(slots):
-        write_edited[(triton.cdiv(vocab, _TILE), chains.K + 1, len(slots))](
+        write_edited[(len(slots), chains.K + 1, triton.cdiv(vocab, _TILE))](
             logits, logits.stride(0), chains, tables, out, vocab, TILE=_TILE, num_warps=4
         )
     return out

@@ -39,7 +39,8 @@ def tile_bests(
     With FIND, `keys` [..., n] gets its n best, _NO_KEY past its last id, and `tails` how many are
     no smaller than the n-th.
     """  # noqa: D205
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # along one axis, the only one with room for any number of rows
+    tile, row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     here = logits + row * row_stride
     out = row * TILES + tile
     ids = tile * TILE + tl.arange(0, TILE)
@@ -146,7 +147,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, n: int) -> TokenLogprobs:
     norms = torch.empty((rows, 2), dtype=torch.float32, device=device)
     partials = sums[0], sums[1], counts[0], keys, counts[1]
     largest = largest_of(logits.dtype)
-    tile_bests[(tiles, rows)](
+    tile_bests[(tiles * rows,)](
         logits, logits.stride(0), tokens, *partials, vocab, find, tiles,
         FIND=find > 0, TILE=tile, LARGEST_RAW=largest, num_warps=WARPS,
     )  # fmt: skip
