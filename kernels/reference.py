@@ -8,6 +8,7 @@ to the host: kernels must match these results, not this control flow.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from specdec_kernels import rejection
 from specdec_kernels.candidates import sample_draft
 from specdec_kernels.chains import Chains, Given, Rule, at, chains_of, first_largest, prefix, take
 from specdec_kernels.edits import edited_copy
-from specdec_kernels.logits import is_greedy, process_logits, whole
+from specdec_kernels.logits import is_greedy, process_logits, tempered, whole
 from specdec_kernels.types import DenseQ, EditInputs, Sampling, SparseQ, Verified
 
 __all__ = ["process_logits", "sample", "sample_draft", "verify"]
@@ -55,7 +56,10 @@ def verify(
     count = (accepted + 1).where(active, 0)
     tokens = pad(draft_tokens, (0, 1)).scatter(1, accepted[:, None], token[:, None])
     emitted = chains.column < count[:, None]
-    return Verified(tokens.where(emitted, -1), count, chains.row.where(emitted, -1))
+    verified = Verified(tokens.where(emitted, -1), count, chains.row.where(emitted, -1))
+    if edits is None:
+        return verified
+    return verified._replace(empty=_empty(given, slots, verified))
 
 
 def sample(
@@ -82,6 +86,21 @@ def sample(
         if rows.numel():
             tokens[rows] = choose(given, rows, slots[rows])
     return tokens
+
+
+def _empty(given: Given, slots: Tensor, verified: Verified) -> Tensor:
+    """Which tokens are of rows that exclude every id: bool [B, K + 1]."""
+    empty = torch.zeros_like(verified.rows, dtype=torch.bool)
+    request, column = (verified.rows >= 0).nonzero(as_tuple=True)
+    row, slot = verified.rows[request, column], slots[request]
+    # where the token itself is not excluded there is no need to look at the others
+    own = given.logits[row, verified.tokens[request, column]]
+    excluded = tempered(own[:, None], slot, given.sampling)[:, 0] == -inf
+    request, column, row, slot = (x[excluded] for x in (request, column, row, slot))
+    if len(row):
+        left = tempered(take(given.logits, row), slot, given.sampling).amax(-1)
+        empty[request, column] = left == -inf
+    return empty
 
 
 def _argmax(given: Given, rows: Tensor, slots: Tensor) -> Tensor:

@@ -101,8 +101,11 @@ class Verified(NamedTuple):
     tokens: int64 [B, K + 1], the accepted drafts and then one token of the target; -1 past `count`.
     count: int64 [B], 1 to K + 1, and 0 for padding and for requests without rows.
     rows: int64 [B, K + 1], the row of `logits` each token was decided on; -1 past `count`.
+    empty: bool [B, K + 1], of calls with edits: whether that row excludes every id, so that the
+        token means nothing; False past `count`. None without edits.
     """
 
     tokens: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     rows: Tensor
+    empty: Tensor | None = None

@@ -86,8 +86,15 @@ def statistics(rows: Rows, attempts: int = 1, *, last: bool = False) -> Partials
     return partials
 
 
-def draws(rows: Rows, *, last: bool = False) -> Tensor:
-    """The token of every row where a request may truncate: int64 [rows].
+class Draws(NamedTuple):
+    """What is drawn where a request may truncate."""
+
+    tokens: Tensor  # int64 [rows]
+    tops: Tensor  # [rows, tiles]
+
+
+def draws(rows: Rows, *, last: bool = False) -> Draws:
+    """The token of every row where a request may truncate.
 
     last: only of the rows that follow all drafts.
     """
@@ -124,4 +131,4 @@ def draws(rows: Rows, *, last: bool = False) -> Tensor:
         SHIFT=UNUSED_BITS[rows.dtype], LARGEST_RAW=largest_of(rows.dtype),
         num_warps=8,
     )  # fmt: skip
-    return drawn
+    return Draws(drawn, partials.tops)

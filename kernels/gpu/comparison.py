@@ -47,12 +47,13 @@ def _law(q: DenseQ | SparseQ | None, rows: Rows) -> _Law:
 def compare(
     rows: Rows,
     q: DenseQ | SparseQ | None,
+    out: Verified,
     *,
     method: str,
     acceptance_rates: Tensor | None,
     truncate: bool,
-) -> Verified:
-    """Verify by a rule that compares p with q."""
+) -> None:
+    """Verify by a rule that compares p with q; `out` is what is written."""
     assert rows.draft_tokens is not None
     batch, drafts = rows.draft_tokens.shape
     device, vocab = rows.logits.device, rows.logits.shape[1]
@@ -72,9 +73,9 @@ def compare(
     common = {**sizes, "CUT": truncate, "Q": law.kind, "TILE": CAREFUL, "CP": law.candidates}
     chains, slots, temperature = rows.arguments, rows.slots, sampling.temperature
 
-    drawn = choices
+    drawn, last_tops = choices, tops
     if truncate:
-        drawn = draws(rows, last=True)
+        drawn, last_tops = draws(rows, last=True)
         if drafts:
             rejection.row_cuts[(drafts, batch)](
                 *chains, slots, temperature, sampling.top_k, sampling.top_p, sampling.min_p, cuts,
@@ -100,16 +101,13 @@ def compare(
             CUT=truncate, Q=law.kind, KP=sizes["KP"], TILE=tile, num_warps=WARPS,
         )  # fmt: skip
 
-    tokens = torch.empty((batch, drafts + 1), dtype=torch.int64, device=device)
-    decided = torch.empty_like(tokens)
-    count = torch.empty(batch, dtype=torch.int64, device=device)
     refused = torch.empty(batch, dtype=torch.int32, device=device)
     laws = floats(batch, 6)
     rejection.settle_tests[(batch,)](
         *chains, rows.positions, slots, sampling.stream, temperature, cuts,
         temperature if acceptance_rates is None else acceptance_rates, *law.arguments,
-        tops, totals, scores, choices, q_tops, q_totals, masses, drawn,
-        tokens, count, decided, refused, laws, vocab, law.vocab, drafts, tiles,
+        tops, totals, scores, choices, q_tops, q_totals, masses, drawn, last_tops,
+        *out, refused, laws, vocab, law.vocab, drafts, tiles,
         rows.tables, RULE=_RULES[method], DRAWN=truncate, **common, num_warps=4,
     )  # fmt: skip
     if drafts:
@@ -121,7 +119,6 @@ def compare(
         )  # fmt: skip
         rejection.settle_residual[(batch,)](
             *chains, rows.positions, slots, sampling.stream, temperature, *law.arguments,
-            refused, laws, scores, choices, tokens, vocab, law.vocab, drafts, tiles, rows.tables,
+            refused, laws, scores, choices, out.tokens, vocab, law.vocab, drafts, tiles, rows.tables,
             Q=law.kind, TP=sizes["TP"], TILE=CAREFUL, num_warps=1,
         )  # fmt: skip
-    return Verified(tokens, count, decided)

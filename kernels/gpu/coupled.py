@@ -206,6 +206,16 @@ def wild_rows(at, active, scores, TILES, ATTEMPTS: tl.constexpr, TP: tl.constexp
 
 
 @triton.jit
+def empty_rows(at, active, tops, TILES, TP: tl.constexpr):
+    """Which rows [N] exclude every id, by the largest log-weights of their tiles (NaN is none)."""
+    tiles = tl.arange(0, TP)
+    place = at.to(tl.int64)[:, None] * TILES + tiles[None, :]
+    there = active[:, None] & (tiles < TILES)[None, :]
+    top = tl.load(tops + place, mask=there, other=NOTHING)
+    return tl.max((top > NOTHING).to(tl.int32), axis=1) == 0
+
+
+@triton.jit
 def row_top(here, temperature, vocab, mine, TILE: tl.constexpr):
     """The largest log-weight of a row, NaN excluded."""
     top = tl.full((TILE,), NOTHING, tl.float32)
@@ -282,13 +292,14 @@ def chosen_tokens(
 @triton.jit
 def settle_chains(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
-    temperatures, tops, scores, choices, drawn, out_tokens, out_count, out_rows,
+    temperatures, tops, scores, choices, drawn, out_tokens, out_count, out_rows, out_empty,
     vocab, K, TILES, tables,
     DRAWN: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One request: the token of each of its rows, then the drafts that equal them.
 
     drawn: int64 [B * (K + 1)], the tokens, where DRAWN says that somebody chose them already.
+    out_empty: None without edits.
     """
     request = tl.program_id(0)
     slot = tl.load(slots + request)
@@ -313,6 +324,9 @@ def settle_chains(
     tl.store(out_tokens + out, tl.where(emitted, tokens, -1), mask=column <= K)
     tl.store(out_rows + out, tl.where(emitted, first + column, -1), mask=column <= K)
     tl.store(out_count + request, tl.where(length >= 0, accepted + 1, 0).to(tl.int64))
+    if out_empty is not None:
+        empty = emitted & empty_rows(out, active, tops, TILES, TP)
+        tl.store(out_empty + out, empty, mask=column <= K)
 
 
 @triton.jit

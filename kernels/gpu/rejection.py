@@ -16,6 +16,7 @@ from specdec_kernels.gpu.coupled import (
     chosen_tokens,
     draw_row,
     drawn_tile,
+    empty_rows,
     greedy_tile,
     row_top,
     winning_tiles,
@@ -392,14 +393,15 @@ def settle_tests(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
     temperatures, cuts, rates,
     q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-    tops, totals, scores, choices, q_tops, q_totals, masses, drawn,
-    out_tokens, out_count, out_rows, refused, laws, vocab, q_vocab, K, TILES, tables,
+    tops, totals, scores, choices, q_tops, q_totals, masses, drawn, last_tops,
+    out_tokens, out_count, out_rows, out_empty, refused, laws, vocab, q_vocab, K, TILES, tables,
     RULE: tl.constexpr, CUT: tl.constexpr, DRAWN: tl.constexpr, Q: tl.constexpr,
     KP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
     """One request: which drafts are kept, and the token after them unless one was refused.
 
-    refused: int32 [B], the column of the draft that a residual has to replace, else -1; its laws:
+    last_tops: `tops` of the rows after all drafts, which DRAWN leaves out of those. out_empty: None
+    without edits. refused: int32 [B], the column of the draft that a residual has to replace, else -1; its laws:
     float32 [B, 6], p's and q's largest and log_sum, log2 rho, and the cut.
     """
     request = tl.program_id(0)
@@ -477,6 +479,11 @@ def settle_tests(
     tl.store(out_tokens + out, tl.where(emitted, tokens, -1), mask=column <= K)
     tl.store(out_rows + out, tl.where(emitted, first + column, -1), mask=column <= K)
     tl.store(out_count + request, tl.where(length >= 0, accepted + 1, 0).to(tl.int64))
+    if out_empty is not None:
+        empty = empty_rows(out, tested, tops, TILES, TP)
+        empty_last = empty_rows(out, column == length, last_tops, TILES, TP)
+        empty = emitted & tl.where(tested, empty, empty_last)
+        tl.store(out_empty + out, empty, mask=column <= K)
     tl.store(refused + request, refusal)
 
 

@@ -61,28 +61,39 @@ def verify(
             )
             for i in range(0, batch, MOST)
         ]  # fmt: skip
-        return Verified(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        joined = [torch.cat(part) for part in zip(*(x[:3] for x in parts), strict=True)]
+        empty = [x.empty for x in parts if x.empty is not None]
+        return Verified(*joined, torch.cat(empty) if empty else None)
     tokens = torch.empty((batch, drafts + 1), dtype=torch.int64, device=logits.device)
     decided = torch.empty_like(tokens)
     count = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    empty = None if edits is None else torch.empty_like(tokens, dtype=torch.bool)
+    verified = Verified(tokens, count, decided, empty)
     if not batch:
-        return Verified(tokens, count, decided)
+        return verified
     chains = logits, logits_start, draft_tokens, positions, slots
     tables = None if edits is None else prepare_edits(*chains, **edits._asdict())
     rows = Rows(*chains, sampling, drafts, tables)
     if method != "coupled":
-        return compare(rows, q, method=method, acceptance_rates=acceptance_rates, truncate=truncate)
-    partials = Partials(*[tokens] * 3) if truncate else statistics(rows)
-    drawn = draws(rows) if truncate else tokens
+        compare(
+            rows, q, verified,
+            method=method, acceptance_rates=acceptance_rates, truncate=truncate,
+        )  # fmt: skip
+        return verified
+    if truncate:
+        drawn, tops = draws(rows)
+        partials = Partials(tops, tokens, tokens)
+    else:
+        drawn, partials = tokens, statistics(rows)
     tiles = triton.cdiv(logits.shape[1], tile_of(logits.shape[1]))
     settle_chains[(batch,)](
         *rows.arguments, positions, slots, sampling.stream, sampling.temperature,
         *partials, drawn,
-        tokens, count, decided, logits.shape[1], drafts, tiles, tables,
+        *verified, logits.shape[1], drafts, tiles, tables,
         DRAWN=truncate, KP=rows.chains["KP"], TP=triton.next_power_of_2(tiles), TILE=CAREFUL,
         num_warps=4,
     )  # fmt: skip
-    return Verified(tokens, count, decided)
+    return verified
 
 
 def sample(
@@ -115,7 +126,7 @@ def sample(
     tables = None if edits is None else prepare_edits(*chains, **edits._asdict())
     rows = Rows(*chains, sampling, 0, tables)
     if truncate:
-        return draws(rows)
+        return draws(rows).tokens
     partials = statistics(rows)
     tokens = torch.empty(rows.places, dtype=torch.int64, device=logits.device)
     tiles = partials.tops.shape[1]
