@@ -1,4 +1,4 @@
-"""Launches of the rules that compare laws; the kernels are in `rejection`."""
+"""Launches of the rules that compare laws; the kernels are in `rejection` and `residual`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specdec_kernels.gpu import rejection
+from specdec_kernels.gpu import laws, rejection, residual
 from specdec_kernels.gpu.chains import UNUSED_BITS, Rows, draws
 from specdec_kernels.gpu.rows import CAREFUL, REGISTERS, WARPS, largest_of, tile_of
 from specdec_kernels.types import DenseQ, SparseQ, Verified
@@ -33,15 +33,15 @@ def _law(q: DenseQ | SparseQ | None, rows: Rows) -> _Law:
     vocab = rows.logits.shape[1]
     if q is None:
         arguments = (rows.logits, 0, 0, rows.slots, 0, 0, 0)
-        return _Law(arguments, rejection.NO_Q.value, vocab, 1)
+        return _Law(arguments, laws.NO_Q.value, vocab, 1)
     logits = (q.logits, q.logits.stride(0), q.logits.stride(1))
     if isinstance(q, DenseQ):
         shared = min(vocab, q.logits.shape[2])
-        return _Law((*logits, rows.slots, 0, 0, 0), rejection.DENSE.value, shared, 1)
+        return _Law((*logits, rows.slots, 0, 0, 0), laws.DENSE.value, shared, 1)
     ids = q.ids if q.ids.stride(2) == 1 else q.ids.contiguous()
     count = ids.shape[2]
     arguments = (*logits, ids, ids.stride(0), ids.stride(1), count)
-    return _Law(arguments, rejection.SPARSE.value, vocab, triton.next_power_of_2(count))
+    return _Law(arguments, laws.SPARSE.value, vocab, triton.next_power_of_2(count))
 
 
 def compare(
@@ -60,7 +60,7 @@ def compare(
     tile = tile_of(vocab)
     tiles = triton.cdiv(vocab, tile)
     law, sampling = _law(q, rows), rows.sampling
-    dense = law.kind == rejection.DENSE.value
+    dense = law.kind == laws.DENSE.value
 
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -89,36 +89,36 @@ def compare(
         LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     masses = tops
-    if method == "block" and drafts > 1 and law.kind != rejection.NO_Q.value:
-        masses, laws = floats(rows.places, tiles), floats(batch, 5, drafts + 1)
+    if method == "block" and drafts > 1 and law.kind != laws.NO_Q.value:
+        masses, joints = floats(rows.places, tiles), floats(batch, 5, drafts + 1)
         rejection.block_laws[(batch,)](
-            *chains, slots, temperature, cuts, *law.arguments, tops, totals, q_tops, q_totals, laws,
+            *chains, slots, temperature, cuts, *law.arguments, tops, totals, q_tops, q_totals, joints,
             vocab, law.vocab, drafts, tiles, rows.tables, **common, num_warps=4,
         )  # fmt: skip
-        rejection.residual_masses[(tiles, drafts - 1, batch)](
-            *chains, slots, temperature, cuts, *law.arguments, laws, masses,
+        residual.residual_masses[(tiles, drafts - 1, batch)](
+            *chains, slots, temperature, cuts, *law.arguments, joints, masses,
             vocab, law.vocab, drafts, tiles, rows.tables,
             CUT=truncate, Q=law.kind, KP=sizes["KP"], TILE=tile, num_warps=WARPS,
         )  # fmt: skip
 
     refused = torch.empty(batch, dtype=torch.int32, device=device)
-    laws = floats(batch, 6)
+    judged = floats(batch, 6)
     rejection.settle_tests[(batch,)](
         *chains, rows.positions, slots, sampling.stream, temperature, cuts,
         temperature if acceptance_rates is None else acceptance_rates, *law.arguments,
         tops, totals, scores, choices, q_tops, q_totals, masses, drawn, last_tops,
-        *out, refused, laws, vocab, law.vocab, drafts, tiles,
+        *out, refused, judged, vocab, law.vocab, drafts, tiles,
         rows.tables, RULE=_RULES[method], DRAWN=truncate, **common, num_warps=4,
     )  # fmt: skip
     if drafts:
         scores, choices = scores[:batch], choices[:batch]
-        rejection.residual_tiles[(tiles, batch)](
+        residual.residual_tiles[(tiles, batch)](
             *chains, rows.positions, slots, sampling.stream, temperature, *law.arguments,
-            refused, laws, scores, choices, vocab, law.vocab, drafts, tiles, rows.tables,
+            refused, judged, scores, choices, vocab, law.vocab, drafts, tiles, rows.tables,
             Q=law.kind, TILE=tile, num_warps=WARPS,
         )  # fmt: skip
-        rejection.settle_residual[(batch,)](
+        residual.settle_residual[(batch,)](
             *chains, rows.positions, slots, sampling.stream, temperature, *law.arguments,
-            refused, laws, scores, choices, out.tokens, vocab, law.vocab, drafts, tiles, rows.tables,
-            Q=law.kind, TP=sizes["TP"], TILE=CAREFUL, num_warps=1,
+            refused, judged, scores, choices, out.tokens, vocab, law.vocab, drafts, tiles,
+            rows.tables, Q=law.kind, TP=sizes["TP"], TILE=CAREFUL, num_warps=1,
         )  # fmt: skip

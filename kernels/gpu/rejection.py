@@ -3,8 +3,6 @@
 Every tested row, and its q row where q is dense, is read once for its sum; `settle_tests` then
 knows which drafts are kept. Only the row whose draft is refused is read again, with its q row, for
 the residual. Block reads the rows after the first once more before it decides.
-
-Laws are kept as pairs: log2 p(x) = (z(x) - largest) / ln 2 - log_sum.
 """
 
 from __future__ import annotations
@@ -14,40 +12,24 @@ import triton.language as tl
 
 from specdec_kernels.gpu.coupled import (
     chosen_tokens,
-    draw_row,
     drawn_tile,
     empty_rows,
     greedy_tile,
     row_top,
     winning_tiles,
 )
-from specdec_kernels.gpu.edit_values import edited_ids, row_edits
-from specdec_kernels.gpu.noise import (
-    ACCEPT,
-    GROUP,
-    RESIDUAL_TOKEN,
-    gumbel,
-    key,
-    unit,
-    word,
-)
+from specdec_kernels.gpu.edit_values import row_edits
+from specdec_kernels.gpu.laws import NO_Q, tested_laws
+from specdec_kernels.gpu.noise import ACCEPT, key, unit, word
 from specdec_kernels.gpu.rows import (
     GREEDY,
     LOG2E,
     NOTHING,
     chain_length,
-    cleaned,
-    draw_group,
-    over_lanes,
     reference_of,
-    relative,
     scaled,
 )
-from specdec_kernels.gpu.truncation import LEAST_P, find_cut, log_weight
-
-NO_Q = tl.constexpr(0)
-DENSE = tl.constexpr(1)
-SPARSE = tl.constexpr(2)
+from specdec_kernels.gpu.truncation import LEAST_P, find_cut
 
 STANDARD = tl.constexpr(0)
 BLOCK = tl.constexpr(1)
@@ -132,113 +114,6 @@ def test_statistics(
 
 
 @triton.jit
-def log_sums(at, active, tops, totals, TILES, TP: tl.constexpr):
-    """Of rows [N]: (largest, log2 of the sum relative to it), and which rows are wild."""
-    tiles = tl.arange(0, TP)
-    place = at.to(tl.int64)[:, None] * TILES + tiles[None, :]
-    there = active[:, None] & (tiles < TILES)[None, :]
-    top = tl.load(tops + place, mask=there, other=NOTHING)
-    total = tl.load(totals + place, mask=there, other=0.0)
-    wild = tl.max((total != total).to(tl.int32), axis=1) > 0
-    row_largest = tl.max(tl.where(top == top, top, NOTHING), axis=1)
-    above = tl.where(total > 0, reference_of(top) - reference_of(row_largest)[:, None], 0.0)
-    sums = tl.sum(tl.where(total > 0, total, 0.0) * tl.exp2(above), axis=1)
-    return row_largest, safe_log2(sums), wild
-
-
-@triton.jit
-def safe_log2(x):
-    """The logarithm, -inf of 0, without a warning where one is given."""
-    return tl.where(x > 0, tl.log2(tl.where(x > 0, x, 1.0)), NOTHING)
-
-
-@triton.jit
-def careful_log_sum(here, temperature, cut, vocab, mine, TILE: tl.constexpr):
-    """The same of one row, NaN excluded and +inf the largest, by one program."""
-    top = row_top(here, temperature, vocab, mine, TILE)
-    sums = tl.zeros((TILE,), tl.float32)
-    for start in range(0, vocab, TILE):
-        ids = start + tl.arange(0, TILE)
-        z = cleaned(here, ids, ids < vocab, temperature, mine)
-        sums += tl.where(z < cut, 0.0, tl.exp2(relative(z, top)))
-    return top, safe_log2(tl.sum(sums))
-
-
-@triton.jit
-def tested_laws(
-    logits, row_stride, first, length, at, slot, temperature, cuts, draft,
-    q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-    tops, totals, q_tops, q_totals, vocab, q_vocab, TILES, tables, request,
-    CUT: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
-    CP: tl.constexpr,
-):  # fmt: skip
-    """Of the tested rows of a request, [N]: the law of p, that of q, and log2 of p(d) / q(d).
-
-    A law is (largest, log_sum); a log_sum of -inf for q means that q is all on the draft.
-    """
-    column = tl.arange(0, N)
-    active = column < length
-    place = at + column
-    p_top, p_sum, wild = log_sums(place, active, tops, totals, TILES, TP)
-    cut = tl.full((N,), NOTHING, tl.float32)
-    if CUT:
-        cut = tl.load(cuts + place, mask=active, other=NOTHING)
-    if tl.max((wild & active).to(tl.int32)) > 0:
-        for i in range(0, length):
-            if tl.max((wild & (column == i)).to(tl.int32)) > 0:
-                here = logits + (first + i) * row_stride
-                own = row_edits(tables, request, i)
-                lowest = tl.min(tl.where(column == i, cut, float("inf")))
-                one, other = careful_log_sum(here, temperature, lowest, vocab, own, TILE)
-                p_top = tl.where(column == i, one, p_top)
-                p_sum = tl.where(column == i, other, p_sum)
-    rows = logits + tl.where(active, first + column, 0) * row_stride
-    known = tl.where(active, draft, 0)
-    x = tl.load(rows + known, mask=active, other=NOTHING).to(tl.float32)
-    if tables is not None:
-        mine = row_edits(tables, request, tl.where(active, column, 0)[:, None])
-        x = tl.reshape(edited_ids(x[:, None], known[:, None], mine), (N,))
-    z = log_weight(x, temperature)
-    z = tl.where(z < cut, NOTHING, z)
-    log_p = relative(z, p_top) - p_sum
-    q_top = tl.zeros((N,), tl.float32)
-    q_sum = tl.full((N,), NOTHING, tl.float32)
-    log_q = tl.zeros((N,), tl.float32)
-    if Q == DENSE:
-        q_top, q_sum, q_wild = log_sums(place, active, q_tops, q_totals, TILES, TP)
-        if tl.max((q_wild & active).to(tl.int32)) > 0:
-            for i in range(0, length):
-                if tl.max((q_wild & (column == i)).to(tl.int32)) > 0:
-                    there = q_logits + slot * q_slot + i * q_column
-                    one, other = careful_log_sum(there, temperature, NOTHING, q_vocab, None, TILE)
-                    q_top = tl.where(column == i, one, q_top)
-                    q_sum = tl.where(column == i, other, q_sum)
-        rows = q_logits + slot * q_slot + tl.where(active, column, 0) * q_column
-        shared = active & (draft < q_vocab)
-        y = cleaned(rows, tl.where(shared, draft, 0), shared, temperature, None)
-        log_q = relative(y, q_top) - q_sum
-    elif Q == SPARSE:
-        candidate = tl.arange(0, CP)
-        there = active[:, None] & (candidate < candidates)[None, :]
-        base = tl.where(active, column, 0)[:, None]
-        ids = tl.load(
-            q_ids + slot * ids_slot + base * ids_column + candidate[None, :], mask=there, other=-1
-        )
-        y = cleaned(
-            q_logits + slot * q_slot + base * q_column, candidate[None, :],
-            there & (ids >= 0) & (ids < vocab), temperature, None,
-        )  # fmt: skip
-        q_top = tl.max(y, axis=1)
-        q_sum = safe_log2(tl.sum(tl.exp2(relative(y, q_top[:, None])), axis=1))
-        of_draft = tl.max(tl.where(ids == draft[:, None], y, NOTHING), axis=1)
-        log_q = relative(of_draft, q_top) - q_sum
-    log_q = tl.where(q_sum == NOTHING, 0.0, log_q)
-    ratio = log_p - log_q
-    ratio = tl.where((ratio == ratio) & active, ratio, NOTHING)
-    return p_top, p_sum, q_top, q_sum, cut, ratio
-
-
-@triton.jit
 def joint_ratios(ratio, length, N: tl.constexpr):
     """log2 of rho after i drafts, [N]: rho_0 = 1, rho_(i+1) = min(1, rho_i * ratio_i)."""
     column = tl.arange(0, N)
@@ -249,40 +124,6 @@ def joint_ratios(ratio, length, N: tl.constexpr):
         carried = tl.minimum(tl.maximum(carried, -3.0e38), 0.0)
         joint = tl.where(column == i + 1, carried, joint)
     return tl.where(joint <= -1.0e38, NOTHING, joint)
-
-
-@triton.jit
-def residual_weights(
-    here, ids, cut, temperature, p_top, p_sum, carried, draft,
-    q_here, q_ids_here, candidates, q_top, q_sum, vocab, q_vocab, mine, Q: tl.constexpr,
-):  # fmt: skip
-    """max(rho p - q, 0) of whole groups of ids; a q_sum of -inf puts all of q on the draft."""
-    z = cleaned(here, ids, ids < vocab, temperature, mine)
-    z = tl.where(z < cut, NOTHING, z)
-    log_p = relative(z, p_top) - p_sum + carried
-    log_p = tl.where(log_p == log_p, log_p, NOTHING)
-    p = tl.exp2(log_p)
-    weight = tl.where(ids == draft, 0.0, p)
-    if q_sum > NOTHING:
-        if Q == DENSE:
-            y = cleaned(q_here, ids, ids < q_vocab, temperature, None)
-            log_q = relative(y, q_top) - q_sum
-            weight = less(p, log_p, log_q)
-        elif Q == SPARSE:
-            weight = p
-            for i in range(0, candidates):
-                id_ = tl.load(q_ids_here + i)
-                y = cleaned(q_here, i, (id_ >= 0) & (id_ < vocab), temperature, None)
-                log_q = relative(y, q_top) - q_sum
-                weight = tl.where(ids == id_, tl.minimum(weight, less(p, log_p, log_q)), weight)
-    return weight
-
-
-@triton.jit
-def less(p, log_p, log_q):
-    """max(p - q, 0), in a form that keeps its digits where the two are close."""
-    part = tl.exp2(tl.where(log_p == NOTHING, 0.0, log_q - log_p))
-    return tl.where((part < 1) & (log_p > NOTHING), p * (1.0 - part), 0.0)
 
 
 @triton.jit
@@ -317,42 +158,6 @@ def block_laws(
         tl.store(out + 2 * (K + 1), q_top, mask=there)
         tl.store(out + 3 * (K + 1), q_sum, mask=there)
         tl.store(out + 4 * (K + 1), joint, mask=there)
-
-
-@triton.jit
-def residual_masses(
-    logits, row_stride, logits_start, draft_tokens, draft_stride, slots, temperatures, cuts,
-    q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates, laws, masses,
-    vocab, q_vocab, K, TILES, tables,
-    CUT: tl.constexpr, Q: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Of one tile of a row that tests draft i > 0: the mass of max(rho_i p - q, 0).
-
-    masses: float32 [B * (K + 1), TILES].
-    """
-    tile = tl.program_id(0)
-    local = tl.program_id(1) + 1
-    request = tl.program_id(2)
-    slot = tl.load(slots + request)
-    first, length = chain_length(logits_start, draft_tokens, draft_stride, request, vocab, K, KP)
-    temperature = tl.load(temperatures + tl.maximum(slot, 0))
-    if (slot >= 0) & (local < length) & (temperature >= GREEDY):
-        at = request * (K + 1) + local
-        cut = tl.full((), NOTHING, tl.float32)
-        if CUT:
-            cut = tl.load(cuts + at)
-        law = laws + request * 5 * (K + 1) + local
-        ids = tile * TILE + tl.arange(0, TILE)
-        weight = residual_weights(
-            logits + (first + local) * row_stride, ids, cut, temperature,
-            tl.load(law), tl.load(law + (K + 1)), tl.load(law + 4 * (K + 1)),
-            tl.load(draft_tokens + request * draft_stride + local),
-            q_logits + slot * q_slot + local * q_column,
-            q_ids + slot * ids_slot + local * ids_column, candidates,
-            tl.load(law + 2 * (K + 1)), tl.load(law + 3 * (K + 1)), vocab, q_vocab,
-            row_edits(tables, request, local), Q,
-        )  # fmt: skip
-        tl.store(masses + at.to(tl.int64) * TILES + tile, tl.sum(weight))
 
 
 @triton.jit
@@ -485,84 +290,3 @@ def settle_tests(
         empty = emitted & tl.where(tested, empty, empty_last)
         tl.store(out_empty + out, empty, mask=column <= K)
     tl.store(refused + request, refusal)
-
-
-@triton.jit
-def residual_tiles(
-    logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
-    temperatures, q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-    refused, laws, scores, choices, vocab, q_vocab, K, TILES, tables,
-    Q: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Of one tile of the row whose draft was refused: the group of the residual that wins.
-
-    scores, choices: [B, TILES].
-    """
-    tile = tl.program_id(0)
-    request = tl.program_id(1)
-    column = tl.load(refused + request)
-    if column >= 0:
-        GROUPS: tl.constexpr = TILE // GROUP
-        slot = tl.load(slots + request)
-        row = tl.load(logits_start + request) + column
-        ids = tile * TILE + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        law = laws + request * 6
-        weight = residual_weights(
-            logits + row * row_stride, ids, tl.load(law + 5), tl.load(temperatures + slot),
-            tl.load(law), tl.load(law + 1), tl.load(law + 4),
-            tl.load(draft_tokens + request * draft_stride + column),
-            q_logits + slot * q_slot + column * q_column,
-            q_ids + slot * ids_slot + column * ids_column, candidates,
-            tl.load(law + 2), tl.load(law + 3), vocab, q_vocab,
-            row_edits(tables, request, column), Q,
-        )  # fmt: skip
-        a, b = key(tl.load(streams + slot), tl.load(positions + row), 0, RESIDUAL_TOKEN + 1)
-        score, group = draw_group(over_lanes(weight), a, b, tile, GROUPS)
-        out = request.to(tl.int64) * TILES + tile
-        tl.store(scores + out, score)
-        tl.store(choices + out, group)
-
-
-@triton.jit
-def settle_residual(
-    logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
-    temperatures, q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
-    refused, laws, scores, choices, out_tokens, vocab, q_vocab, K, TILES, tables,
-    Q: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One request whose draft was refused: the token that replaces it."""
-    request = tl.program_id(0)
-    column = tl.load(refused + request)
-    if column >= 0:
-        slot = tl.load(slots + request)
-        row = tl.load(logits_start + request) + column
-        here = logits + row * row_stride
-        temperature = tl.load(temperatures + slot)
-        stream = tl.load(streams + slot)
-        position = tl.load(positions + row)
-        law = laws + request * 6
-        cut = tl.load(law + 5)
-        mine = row_edits(tables, request, column)
-        tiles = tl.arange(0, TP)
-        place = request.to(tl.int64) * TILES + tiles
-        score = tl.load(scores + place, mask=tiles < TILES, other=NOTHING)
-        if tl.max(score) > NOTHING:
-            group = tl.load(choices + request.to(tl.int64) * TILES + tl.argmax(score, axis=0))
-            ids = group * GROUP + tl.arange(0, GROUP)
-            weight = residual_weights(
-                here, ids, cut, temperature, tl.load(law), tl.load(law + 1), tl.load(law + 4),
-                tl.load(draft_tokens + request * draft_stride + column),
-                q_logits + slot * q_slot + column * q_column,
-                q_ids + slot * ids_slot + column * ids_column, candidates,
-                tl.load(law + 2), tl.load(law + 3), vocab, q_vocab, mine, Q,
-            )  # fmt: skip
-            a, b = key(stream, position, 0, RESIDUAL_TOKEN)
-            total = safe_log2(weight) + gumbel(word(a, b, ids)) * LOG2E
-            token = (group * GROUP + tl.argmax(total, axis=0)).to(tl.int64)
-        else:
-            # by rounding p exceeds q nowhere; then p = q as far as floats tell
-            top = row_top(here, temperature, vocab, mine, TILE)
-            token, _level = draw_row(
-                here, temperature, top, cut, stream, position, 0, RESIDUAL_TOKEN, vocab, mine, TILE
-            )
-        tl.store(out_tokens + request * (K + 1) + column, token)

@@ -143,7 +143,7 @@ def test_without_truncation_its_parameters_count_for_nothing(
     batch = make_batch([2, 2, 1], 1, torch.randn(5, 60), tight, truncate=False)
     loose = batch._replace(sampling=make_sampling(3, temperature=[0.9, 0.0, 1.2]))
     out = agree(batch, truncate=False)
-    assert all(map(torch.equal, out, agree(loose, truncate=False)))
+    assert all(map(torch.equal, out[:3], agree(loose, truncate=False)))
 
 
 @pytest.mark.usefixtures("small_tiles")
