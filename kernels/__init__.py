@@ -96,14 +96,15 @@ def verify(
         without an edited copy of them (float64 aside). All rows then count as float32.
 
     Every token emitted but the accepted drafts is drawn from its row; `Verified.rows` names the
-    rows. A row that excludes all ids (-inf or NaN) gives id 0.
+    rows. A row that excludes all ids (-inf or NaN) gives id 0; with edits, `Verified.empty` says
+    which did.
 
     Example: two greedy drafts over V = 3; the second is wrong and is replaced.
 
     >>> logits = torch.tensor([[0.0, 9.0, 0.0], [9.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
     >>> off = torch.zeros(1)
     >>> greedy = Sampling(torch.tensor([7]), off, torch.tensor([0]), torch.ones(1), off)
-    >>> verify(
+    >>> out = verify(
     ...     logits,
     ...     logits_start=torch.tensor([0, 3]),
     ...     draft_tokens=torch.tensor([[1, 2]]),
@@ -112,7 +113,8 @@ def verify(
     ...     sampling=greedy,
     ...     method="coupled",
     ... )
-    Verified(tokens=tensor([[ 1,  0, -1]]), count=tensor([2]), rows=tensor([[ 0,  1, -1]]))
+    >>> out.tokens, out.count, out.rows
+    (tensor([[ 1,  0, -1]]), tensor([2]), tensor([[ 0,  1, -1]]))
     """
     if torch.compiler.is_compiling():
         return ops.verify(

@@ -60,9 +60,9 @@ def edit_logits(
     grammar_start: int64 [B], the mask of a request's first row, which those of its other rows
         follow; -1 for none. By default the mask of a row has the row's own index.
 
-    In this order: grammar, bias, allowed ids, stop ids before the least length, penalties for repetition,
-    frequency and presence, bad words. Rows of requests that ask for nothing keep their bits. A row
-    gets, bit for bit, what it would get alone with the drafts before it committed.
+    In this order: grammar, bias, allowed ids, stop ids before the least length, penalties for
+    repetition, frequency and presence, bad words. Rows of requests that ask for nothing keep their
+    bits. A row gets, bit for bit, what it would get alone with the drafts before it committed.
 
     Example: a penalty of 1 per occurrence in the output; row 1 counts the draft before it.
 

@@ -92,8 +92,8 @@ def compare(
     if method == "block" and drafts > 1 and law.kind != laws.NO_Q.value:
         masses, joints = floats(rows.places, tiles), floats(batch, 5, drafts + 1)
         rejection.block_laws[(batch,)](
-            *chains, slots, temperature, cuts, *law.arguments, tops, totals, q_tops, q_totals, joints,
-            vocab, law.vocab, drafts, tiles, rows.tables, **common, num_warps=4,
+            *chains, slots, temperature, cuts, *law.arguments, tops, totals, q_tops, q_totals,
+            joints, vocab, law.vocab, drafts, tiles, rows.tables, **common, num_warps=4,
         )  # fmt: skip
         residual.residual_masses[(tiles, drafts - 1, batch)](
             *chains, slots, temperature, cuts, *law.arguments, joints, masses,

@@ -206,8 +206,8 @@ def settle_tests(
     """One request: which drafts are kept, and the token after them unless one was refused.
 
     last_tops: `tops` of the rows after all drafts, which DRAWN leaves out of those. out_empty: None
-    without edits. refused: int32 [B], the column of the draft that a residual has to replace, else -1; its laws:
-    float32 [B, 6], p's and q's largest and log_sum, log2 rho, and the cut.
+    without edits. refused: int32 [B], the column of the draft that a residual has to replace, else
+    -1; its laws: float32 [B, 6], p's and q's largest and log_sum, log2 rho, and the cut.
     """
     request = tl.program_id(0)
     slot = tl.load(slots + request)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec_kernels import Edits, edit_logits, empty_rows
+from specdec_kernels import EditInputs, Edits, Sampling, edit_logits, empty_rows, verify
 from specdec_kernels import edits as module
 
 VOCAB = 11
@@ -455,6 +455,24 @@ def test_a_grammar_excludes_what_the_mask_of_the_row_lacks_before_all_else() -> 
     assert allowed(grammar_start=start) == [[31, 32, 39], [32, 39], everything, everything]
     edited = edit_logits(call.logits.clone(), *given, **named, grammar=masks)
     assert edited[1, 32] == call.logits[1, 32] + 5
+
+
+def test_verify_marks_tokens_of_rows_that_exclude_every_id_and_no_others() -> None:
+    call = Call([([1], [2], [3, 1], {}), ([1], [2], [3, 1], {})], vocab=4)
+    off = torch.zeros(len(call.prompt_length))
+    zero = torch.zeros_like(call.prompt_length)
+    sampling = Sampling(zero, off + 1, zero, off + 1, off)
+    masks = torch.tensor([[7], [0], [15]], dtype=torch.int32)  # without the draft; empty; all
+    inputs = EditInputs(
+        call.history, call.prompt_length, call.edits, masks, torch.tensor([0, -1])
+    )
+    given = call.start, call.drafts, call.positions, call.slots, sampling
+    named: dict[str, Any] = {"method": "synthetic", "acceptance_rates": torch.ones(2)}
+    found = verify(call.logits, *given, **named, edits=inputs)
+    assert found.count.tolist() == [3, 3]
+    assert found.empty is not None
+    assert found.empty.tolist() == [[False, True, False], [False, False, False]]
+    assert verify(call.logits, *given, **named).empty is None
 
 
 def test_a_row_is_empty_if_no_id_can_be_drawn() -> None:

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec_kernels import DenseQ, EditInputs, Edits, Sampling, SparseQ, Verified, reference
+from specdec_kernels import (
+    DenseQ,
+    EditInputs,
+    Edits,
+    Sampling,
+    SparseQ,
+    Verified,
+    empty_rows,
+    reference,
+)
+from specdec_kernels.edits import edited_copy
 
 Make = Callable[..., Any]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -219,6 +229,49 @@ def test_a_row_that_edits_leave_nothing_of_gives_id_0(kernels: Any, make_step: M
     nothing = torch.zeros(5, -(-VOCAB // 32), dtype=torch.int32, device=step.slots.device)
     step.edits = step.edits._replace(grammar=nothing)
     assert step.sample(kernels, truncate=False).tolist() == [0, 0, 0, 0, -1]
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize("method", ["coupled", "standard", "synthetic"])
+@pytest.mark.usefixtures("small_tiles")
+def test_tokens_of_rows_that_edits_leave_nothing_of_are_marked(
+    kernels: Any, make_step: Make, method: str, truncate: bool
+) -> None:
+    step = make_step(loose=truncate, grammar=True)
+    assert step.edits.grammar is not None
+    step.edits.grammar[[1, 7]] = 0  # a row between drafts, and the one after all drafts
+    step.logits[step.start[2]] = nan
+    step.logits[step.start[3], 1:] = -inf
+    step.draft(truncate=truncate, right=1.0)
+    named: dict[str, Any] = {}
+    if method == "synthetic":
+        named["acceptance_rates"] = torch.ones(K, device=step.slots.device)
+    out = step.verify(kernels, method, truncate=truncate, **named)
+    chains = step.logits, step.start, step.drafts, step.positions, step.slots
+    empty = empty_rows(edited_copy(*chains, step.edits))
+    assert out.empty is not None
+    assert torch.equal(out.empty, empty[out.rows] & (out.rows >= 0))
+    assert out.empty.any(1).tolist() == [True, True, True, False, False]
+    plain = step.verify(kernels, method, truncate=truncate, edits=None, **named)
+    assert plain.empty is None
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_more_requests_than_a_launch_takes_keep_their_own_edits(
+    kernels: Any, make_step: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MOST", 2)
+    step = make_step(k=1, grammar=True)
+    total = len(step.logits)
+    masks = torch.randint(-(2**31), 2**31, (total, -(-VOCAB // 32))).to(torch.int32)
+    given, masks = step.edits.grammar_start, masks.to(step.slots.device)
+    for start in (given, None):  # each row's own mask, if nothing else is said
+        step.edits = step.edits._replace(grammar=masks, grammar_start=start)
+        out = step.verify(kernels, "coupled", truncate=False)
+        want = step.verify(reference, "coupled", truncate=False)
+        assert all(map(torch.equal, out, want))
+        own = step.sample(kernels, truncate=False)
+        assert torch.equal(own, step.sample(reference, truncate=False))
 
 
 def test_float64_is_edited_by_the_reference(kernels: Any, make_step: Make) -> None:

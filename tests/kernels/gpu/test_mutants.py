@@ -81,14 +81,23 @@ FAULTS = {
         "tl.program_id(2), tl.program_id(1))\n        if",
         "tl.program_id(2), 0)\n        if",
     ),
+    "the first row's grammar in every row": Fault("edit_values", "(mask + local) *", "mask *"),
+    "edited values by another number": Fault(
+        "edit_values", "popcount(bits[:, None] & (one - 1))", "popcount(bits[:, None] & one)"
+    ),
+    "every row taken for empty": Fault("coupled", "(top > NOTHING)", "(top > INFINITE)"),
+    "no row taken for empty": Fault("coupled", "(top > NOTHING)", "(top >= NOTHING)"),
     "a group drawn from by what the logits were": Fault(
         "coupled", "temperature, mine)\n    x =", "temperature, None)\n    x ="
     ),
 }
 
 
-def edits_of(slots: int, vocab: int) -> EditInputs:
-    """An id so likely that every row takes it, and a penalty that lets none take it twice."""
+def edits_of(slots: int) -> EditInputs:
+    """An id so likely that every row takes it, and a penalty that lets none take it twice.
+
+    Of three requests, the second's last of three rows excludes every id of less than 160.
+    """
     none = torch.zeros(slots)
     ids = torch.full((slots, 0), -1)
     return EditInputs(
@@ -105,6 +114,8 @@ def edits_of(slots: int, vocab: int) -> EditInputs:
             min_length=torch.zeros(slots, dtype=torch.int64),
             bad_words=ids[:, None],
         ),
+        grammar=torch.tensor([[-1], [-1], [0]], dtype=torch.int32).repeat(1, 5),
+        grammar_start=torch.tensor([-1, 0, -1]),
     )
 
 
@@ -130,7 +141,7 @@ def judged(make_batch: Make, make_sampling: Make) -> Callable[[Any], Iterator[bo
     )
     few = torch.randn(6, 70) * 0.3 - 2  # hardly an attempt is kept
     flat = torch.randn(8, 4) * 0.3  # attempts are kept, or fall just below a cut
-    inputs = edits_of(4, 150)
+    inputs = edits_of(4)
     edited = drafted._replace(positions=torch.tensor([3, 4, 5, 3, 4, 5, 3, 4]))
     for _ in range(2):
         own = reference.verify(*edited, method="coupled", truncate=False, edits=inputs).tokens
