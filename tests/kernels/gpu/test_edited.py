@@ -232,14 +232,16 @@ def test_a_row_that_edits_leave_nothing_of_gives_id_0(kernels: Any, make_step: M
 
 
 @pytest.mark.parametrize("truncate", [False, True])
-@pytest.mark.parametrize("method", ["coupled", "standard", "synthetic"])
+@pytest.mark.parametrize(
+    ("method", "k"), [("coupled", K), ("standard", K), ("standard", 0), ("synthetic", K)]
+)
 @pytest.mark.usefixtures("small_tiles")
 def test_tokens_of_rows_that_edits_leave_nothing_of_are_marked(
-    kernels: Any, make_step: Make, method: str, truncate: bool
+    kernels: Any, make_step: Make, method: str, k: int, truncate: bool
 ) -> None:
-    step = make_step(loose=truncate, grammar=True)
-    assert step.edits.grammar is not None
-    step.edits.grammar[[1, 7]] = 0  # a row between drafts, and the one after all drafts
+    step = make_step(loose=truncate, grammar=True, k=k)
+    # of the second request its second row; of the first one its first and its last
+    step.edits.grammar[[1, k + 1, 2 * k + 1]] = 0
     step.logits[step.start[2]] = nan
     step.logits[step.start[3], 1:] = -inf
     step.draft(truncate=truncate, right=1.0)
@@ -251,7 +253,9 @@ def test_tokens_of_rows_that_edits_leave_nothing_of_are_marked(
     empty = empty_rows(edited_copy(*chains, step.edits))
     assert out.empty is not None
     assert torch.equal(out.empty, empty[out.rows] & (out.rows >= 0))
-    assert out.empty.any(1).tolist() == [True, True, True, False, False]
+    drafts_stay = k > 0 and method != "standard"
+    assert out.empty.any(1).tolist() == [True, drafts_stay, True, False, False]
+    assert out.empty[0, k] == (k == 0 or drafts_stay)
     plain = step.verify(kernels, method, truncate=truncate, edits=None, **named)
     assert plain.empty is None
 
