@@ -128,6 +128,7 @@ def verify(
             q=q,
             acceptance_rates=acceptance_rates,
             truncate=truncate,
+            edits=edits,
         )
     check = Arguments("verify", device_of("verify", "logits", logits))
     check.one_of("method", method, METHODS)
@@ -185,7 +186,7 @@ def sample(
     tensor([1])
     """
     if torch.compiler.is_compiling():
-        return ops.sample(logits, positions, slots, sampling, truncate=truncate)
+        return ops.sample(logits, positions, slots, sampling, truncate=truncate, edits=edits)
     check = Arguments("sample", device_of("sample", "logits", logits))
     check.logits("logits", logits, "R V")
     check.tensor("positions", positions, "R", torch.int64)

@@ -101,6 +101,8 @@ def edit_logits(
             history=history,
             prompt_length=prompt_length,
             edits=edits,
+            grammar=grammar,
+            grammar_start=grammar_start,
         )
     check = Arguments("edit_logits", device_of("edit_logits", "logits", logits))
     check.logits("logits", logits, "R V")

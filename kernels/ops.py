@@ -8,18 +8,20 @@ the public function, which checks its arguments then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specdec_kernels.types import DenseQ, Edits, Sampling, SparseQ, Verified
+from specdec_kernels.types import DenseQ, EditInputs, Edits, Sampling, SparseQ, Verified
 
 if TYPE_CHECKING:
     from specdec_kernels.candidates import DraftVocabulary
 
 _SAMPLING = "Tensor stream, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p"
-_EDITS = ", ".join(f"Tensor {name}" for name in Edits._fields)
+# history, prompt_length and the fields of `Edits`; none without edits
+_EDITS = "Tensor[] edits, Tensor? grammar, Tensor? grammar_start"
 
 
 def verify(
@@ -34,22 +36,29 @@ def verify(
     q: DenseQ | SparseQ | None,
     acceptance_rates: Tensor | None,
     truncate: bool,
+    edits: EditInputs | None,
 ) -> Verified:
     """`specdec_kernels.verify` as an operator."""
     ids = q.ids if isinstance(q, SparseQ) else None
     law = None if q is None else q.logits
-    found = _verify(
+    tokens, count, rows, empty = _verify(
         logits, logits_start, draft_tokens, positions, slots, *sampling,
-        method, law, ids, acceptance_rates, truncate,
+        method, law, ids, acceptance_rates, truncate, *_apart(edits),
     )  # fmt: skip
-    return Verified(*found)
+    return Verified(tokens, count, rows, None if edits is None else empty)
 
 
 def sample(
-    logits: Tensor, positions: Tensor, slots: Tensor, sampling: Sampling, *, truncate: bool
+    logits: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    sampling: Sampling,
+    *,
+    truncate: bool,
+    edits: EditInputs | None,
 ) -> Tensor:
     """`specdec_kernels.sample` as an operator."""
-    tokens: Tensor = _sample(logits, positions, slots, *sampling, truncate)
+    tokens: Tensor = _sample(logits, positions, slots, *sampling, truncate, *_apart(edits))
     return tokens
 
 
@@ -94,12 +103,31 @@ def edit_logits(
     history: Tensor,
     prompt_length: Tensor,
     edits: Edits,
+    grammar: Tensor | None,
+    grammar_start: Tensor | None,
 ) -> Tensor:
     """`specdec_kernels.edit_logits` as an operator; it always gives a new tensor."""
+    inputs = EditInputs(history, prompt_length, edits, grammar, grammar_start)
     edited: Tensor = _edit_logits(
-        logits, logits_start, draft_tokens, positions, slots, history, prompt_length, *edits
+        logits, logits_start, draft_tokens, positions, slots, *_apart(inputs)
     )
     return edited
+
+
+def _apart(edits: EditInputs | None) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    if edits is None:
+        return [], None, None
+    tensors = [edits.history, edits.prompt_length, *edits.edits]
+    return tensors, edits.grammar, edits.grammar_start
+
+
+def _together(
+    edits: Sequence[Tensor], grammar: Tensor | None, grammar_start: Tensor | None
+) -> EditInputs | None:
+    if not edits:
+        return None
+    history, prompt_length, *fields = edits
+    return EditInputs(history, prompt_length, Edits(*fields), grammar, grammar_start)
 
 
 @torch.library.custom_op(
@@ -108,49 +136,59 @@ def edit_logits(
     schema=(
         "(Tensor logits, Tensor logits_start, Tensor draft_tokens, Tensor positions, Tensor slots, "
         f"{_SAMPLING}, str method, Tensor? q_logits, Tensor? q_ids, Tensor? acceptance_rates, "
-        "bool truncate) -> (Tensor, Tensor, Tensor)"
+        f"bool truncate, {_EDITS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _verify(
     logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, positions: Tensor, slots: Tensor,
     stream: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
     method: str, q_logits: Tensor | None, q_ids: Tensor | None, acceptance_rates: Tensor | None,
-    truncate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    truncate: bool, edits: Sequence[Tensor], grammar: Tensor | None, grammar_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from specdec_kernels import verify
 
     q: DenseQ | SparseQ | None = None
     if q_logits is not None:
         q = DenseQ(q_logits) if q_ids is None else SparseQ(q_ids, q_logits)
     sampling = Sampling(stream, temperature, top_k, top_p, min_p)
-    tokens, count, rows = verify(
+    found = verify(
         logits, logits_start, draft_tokens, positions, slots, sampling,
         method=method, q=q, acceptance_rates=acceptance_rates, truncate=truncate,
+        edits=_together(edits, grammar, grammar_start),
     )  # fmt: skip
-    return tokens, count, rows
+    empty = found.empty
+    if empty is None:
+        empty = torch.empty((0, 0), dtype=torch.bool, device=logits.device)
+    return found.tokens, found.count, found.rows, empty
 
 
 @_verify.register_fake
-def _(logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _(logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, *more: Any) -> tuple[Tensor, ...]:
     requests, drafts = draft_tokens.shape
     tokens = draft_tokens.new_empty((requests, drafts + 1))
-    return tokens, draft_tokens.new_empty((requests,)), torch.empty_like(tokens)
+    edits = more[-3]
+    empty = tokens.new_empty(tokens.shape if edits else (0, 0), dtype=torch.bool)
+    return tokens, draft_tokens.new_empty((requests,)), torch.empty_like(tokens), empty
 
 
 @torch.library.custom_op(
     "specdec::sample",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor positions, Tensor slots, {_SAMPLING}, bool truncate) -> Tensor",
+    schema=(
+        f"(Tensor logits, Tensor positions, Tensor slots, {_SAMPLING}, bool truncate, {_EDITS}) "
+        "-> Tensor"
+    ),
 )
 def _sample(
     logits: Tensor, positions: Tensor, slots: Tensor,
     stream: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    truncate: bool,
+    truncate: bool, edits: Sequence[Tensor], grammar: Tensor | None, grammar_start: Tensor | None,
 ) -> Tensor:  # fmt: skip
     from specdec_kernels import sample
 
     sampling = Sampling(stream, temperature, top_k, top_p, min_p)
-    return sample(logits, positions, slots, sampling, truncate=truncate)
+    inputs = _together(edits, grammar, grammar_start)
+    return sample(logits, positions, slots, sampling, truncate=truncate, edits=inputs)
 
 
 @_sample.register_fake
@@ -216,20 +254,18 @@ def _(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, ...]:
     mutates_args=(),
     schema=(
         "(Tensor logits, Tensor logits_start, Tensor draft_tokens, Tensor positions, Tensor slots, "
-        f"Tensor history, Tensor prompt_length, {_EDITS}) -> Tensor"
+        f"{_EDITS}) -> Tensor"
     ),
 )
 def _edit_logits(
     logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, positions: Tensor, slots: Tensor,
-    history: Tensor, prompt_length: Tensor, *edits: Tensor,
+    edits: Sequence[Tensor], grammar: Tensor | None, grammar_start: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    from specdec_kernels import edit_logits
+    from specdec_kernels.edits import edited_copy
 
-    return edit_logits(
-        logits.clone(memory_format=torch.contiguous_format),
-        logits_start, draft_tokens, positions, slots,
-        history=history, prompt_length=prompt_length, edits=Edits(*edits),
-    )  # fmt: skip
+    inputs = _together(edits, grammar, grammar_start)
+    assert inputs is not None
+    return edited_copy(logits, logits_start, draft_tokens, positions, slots, inputs)
 
 
 @_edit_logits.register_fake

@@ -107,9 +107,7 @@ def sample(
 ) -> Tensor:
     """Plain decoding: one token per row."""
     if logits.dtype not in UNUSED_BITS:
-        return reference.sample(
-            logits, positions, slots, sampling, truncate=truncate, edits=edits
-        )
+        return reference.sample(logits, positions, slots, sampling, truncate=truncate, edits=edits)
     if len(slots) > MOST:
         start = torch.arange(len(slots), device=slots.device)
         parts = [

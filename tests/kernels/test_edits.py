@@ -463,9 +463,7 @@ def test_verify_marks_tokens_of_rows_that_exclude_every_id_and_no_others() -> No
     zero = torch.zeros_like(call.prompt_length)
     sampling = Sampling(zero, off + 1, zero, off + 1, off)
     masks = torch.tensor([[7], [0], [15]], dtype=torch.int32)  # without the draft; empty; all
-    inputs = EditInputs(
-        call.history, call.prompt_length, call.edits, masks, torch.tensor([0, -1])
-    )
+    inputs = EditInputs(call.history, call.prompt_length, call.edits, masks, torch.tensor([0, -1]))
     given = call.start, call.drafts, call.positions, call.slots, sampling
     named: dict[str, Any] = {"method": "synthetic", "acceptance_rates": torch.ones(2)}
     found = verify(call.logits, *given, **named, edits=inputs)

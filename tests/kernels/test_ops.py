@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec_kernels import (
     DenseQ,
+    EditInputs,
     Edits,
     Sampling,
     SparseQ,
@@ -83,6 +84,21 @@ def test_sample_is_traced_whole(make_sampling: MakeSampling) -> None:
         return sample(logits / 2, torch.arange(3), torch.tensor([2, -1, 0]), sampling) + 1
 
     assert torch.equal(traced(step)(logits), step(logits))
+
+
+def test_edits_are_traced_with_what_they_are_given_to(make_sampling: MakeSampling) -> None:
+    given = chains(make_sampling)
+    masks = torch.full((6, 2), -1, dtype=torch.int32)
+    masks[0] = 0  # nothing is left of the first row
+    past = torch.zeros(2, 9).long(), torch.ones(2).long()
+    inputs = EditInputs(*past, asked_edits(), masks)
+
+    def step(logits: Tensor) -> list[Tensor | None]:
+        return [*verify(**{**given, "logits": logits}, method="coupled", edits=inputs)]
+
+    found, expected = traced(step)(given["logits"]), step(given["logits"])
+    assert all(map(torch.equal, found, expected))
+    assert found[3][:, 0].tolist() == [True, False]
 
 
 @pytest.mark.parametrize("mapped", ["no", "ids", "tables"])
@@ -172,13 +188,17 @@ def test_operators_keep_what_they_promise(make_sampling: MakeSampling) -> None:
     logits, slots = given["logits"][:2].clone(), torch.arange(2)
     two = (logits, slots, slots, *given["sampling"])
     written = [torch.zeros(2, 2, 4).long(), torch.zeros(2, 2, 4), torch.zeros(2, 2)]
-    past = torch.zeros(2, 9).long(), torch.ones(2).long()
+    q = laws()["dense"].logits
+    edits = [torch.zeros(2, 9).long(), torch.ones(2).long(), *asked_edits()]
     for op, args in (
-        (ops.verify, (*flat, "coupled", None, None, None, True)),
-        (ops.verify, (*flat, "standard", laws()["dense"].logits, None, None, False)),
-        (ops.sample, (*two, True)),
+        (ops.verify, (*flat, "coupled", None, None, None, True, [], None, None)),
+        (
+            ops.verify,
+            (*flat, "standard", laws()["dense"].logits, None, None, False, edits, None, None),
+        ),
+        (ops.sample, (*two, True, [], None, None)),
         (ops.sample_draft, (*two, "coupled", 0, None, None, None, None, *written)),
         (ops.token_logprobs, (logits, slots, 3)),
-        (ops.edit_logits, (*rows[:5], *past, *asked_edits())),
+        (ops.edit_logits, (*rows[:5], edits, None, None)),
     ):
         torch.library.opcheck(op.default, args)

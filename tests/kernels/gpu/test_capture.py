@@ -11,6 +11,8 @@ from torch import Tensor
 
 from specdec_kernels import (
     DenseQ,
+    EditInputs,
+    Edits,
     SparseQ,
     draft_vocabulary,
     sample,
@@ -55,6 +57,23 @@ def operations(given: Given, make_sampling: Make) -> dict[str, Callable[[], tupl
     targets = torch.arange(VOCAB, device=device).flip(0).contiguous()
     table = draft_vocabulary(targets, VOCAB)
     logits, drafts, positions = given["logits"], given["drafts"], given["positions"]
+    none = torch.empty(B, 0, dtype=torch.int64, device=device)
+    history = torch.arange(B * 9, device=device).view(B, 9)
+    inputs = EditInputs(
+        history,
+        torch.ones(B, dtype=torch.int64, device=device),
+        Edits(
+            repetition_penalty=torch.full((B,), 1.3, device=device),
+            presence_penalty=torch.zeros(B, device=device),
+            frequency_penalty=torch.ones(B, device=device),
+            bias_ids=none,
+            bias=torch.empty(B, 0, device=device),
+            allowed_ids=none,
+            stop_ids=none,
+            min_length=torch.zeros(B, dtype=torch.int64, device=device),
+            bad_words=torch.full((B, 1, 1), 7, device=device),
+        ),
+    )
     laws = {
         "no": None,
         "dense": DenseQ(given["q"]),
@@ -66,8 +85,15 @@ def operations(given: Given, make_sampling: Make) -> dict[str, Callable[[], tupl
             verify(
                 logits, start, drafts, positions, slots, sampling, method=method, q=laws[law],
                 acceptance_rates=rates if method == "synthetic" else None, truncate=truncate,
-            )
+            )[:3]
         )  # fmt: skip
+
+    def edited() -> tuple[Tensor, ...]:
+        found = verify(
+            logits, start, drafts, positions, slots, sampling, method="coupled", edits=inputs
+        )
+        assert found.empty is not None
+        return found.tokens, found.count, found.rows, found.empty
 
     def draft() -> tuple[Tensor, ...]:
         lse = torch.zeros(B, K, device=device)
@@ -86,6 +112,7 @@ def operations(given: Given, make_sampling: Make) -> dict[str, Callable[[], tupl
         for law in (("no",) if method in ("coupled", "synthetic") else ("no", "dense", "sparse"))
         for truncate in (True, False)
     }
+    found["edits"] = edited
     found["sample"] = lambda: (sample(logits, positions, rows, sampling),)
     found["draft"] = draft
     found["logprobs"] = lambda: tuple(token_logprobs(logits, given["tokens"], 5))

@@ -282,6 +282,4 @@ def test_float64_is_edited_by_the_reference(kernels: Any, make_step: Make) -> No
     step = make_step(dtype=torch.float64, grammar=True)
     out = step.verify(kernels, "coupled", truncate=True)
     assert all(map(torch.equal, out, step.verify(reference, "coupled", truncate=True)))
-    assert torch.equal(
-        step.sample(kernels, truncate=True), step.sample(reference, truncate=True)
-    )
+    assert torch.equal(step.sample(kernels, truncate=True), step.sample(reference, truncate=True))
