@@ -63,7 +63,7 @@ def verify(
         ]  # fmt: skip
         joined = [torch.cat(part) for part in zip(*(x[:3] for x in parts), strict=True)]
         flags = [x.empty for x in parts if x.empty is not None]
-        return Verified(*joined, torch.cat(flags) if flags else None)
+        return Verified(*joined)._replace(empty=torch.cat(flags) if flags else None)
     tokens = torch.empty((batch, drafts + 1), dtype=torch.int64, device=logits.device)
     decided = torch.empty_like(tokens)
     count = torch.empty(batch, dtype=torch.int64, device=logits.device)

@@ -122,7 +122,7 @@ def test_a_wrong_sampling_parameter_is_named(make_sampling: MakeSampling) -> Non
     ],
 )
 def test_a_wrong_input_of_edits_is_named(
-    make_sampling: MakeSampling, field: str, value: object, error: type[Exception], said: str
+    make_sampling: MakeSampling, field: str, value: Any, error: type[Exception], said: str
 ) -> None:
     one, none, ids = torch.ones(2), torch.zeros(2), torch.zeros(2, 0).long()
     edits = Edits(one, none, none, ids, torch.zeros(2, 0), ids, ids, ids.sum(1), ids[:, None])
@@ -137,8 +137,9 @@ def test_a_wrong_input_of_edits_is_named(
 
 
 def test_edits_alone_are_not_what_edits_need(make_sampling: MakeSampling) -> None:
+    given = {**arguments(make_sampling), "edits": (1, 2)}
     with pytest.raises(TypeError, match="verify: edits must be an EditInputs, not tuple"):
-        verify(**arguments(make_sampling), edits=(1, 2))
+        verify(**given)
 
 
 def test_too_few_rates_are_refused(make_sampling: MakeSampling) -> None:

@@ -442,18 +442,23 @@ def test_a_grammar_excludes_what_the_mask_of_the_row_lacks_before_all_else() -> 
     asked = {"bias": {32: 5.0}, "allowed_ids": [0, 31, 32, 39]}
     call = Call([([1], [2], [3], asked), ([1], [2], [3], {})], vocab=40)
     masks = torch.tensor([[1, 0], [-(2**31), -1], [2, 129], [0, 0]], dtype=torch.int32)
-    named = {"history": call.history, "prompt_length": call.prompt_length, "edits": call.edits}
-    given = call.start, call.drafts, call.positions, call.slots
+    named: dict[str, Any] = {
+        "history": call.history,
+        "prompt_length": call.prompt_length,
+        "edits": call.edits,
+    }
+    named["logits_start"], named["draft_tokens"] = call.start, call.drafts
+    named["positions"], named["slots"] = call.positions, call.slots
 
-    def allowed(**start: Tensor) -> list[list[int]]:
-        edited = edit_logits(call.logits.clone(), *given, **named, grammar=masks, **start)
+    def allowed(**start: Any) -> list[list[int]]:
+        edited = edit_logits(call.logits.clone(), **named, grammar=masks, **start)
         return [row.nonzero().flatten().tolist() for row in edited > -inf]
 
     everything = list(range(40))
     assert allowed() == [[0], [31, 32, 39], [1, 32, 39], []]
     start = torch.tensor([1, -1])
     assert allowed(grammar_start=start) == [[31, 32, 39], [32, 39], everything, everything]
-    edited = edit_logits(call.logits.clone(), *given, **named, grammar=masks)
+    edited = edit_logits(call.logits.clone(), **named, grammar=masks)
     assert edited[1, 32] == call.logits[1, 32] + 5
 
 

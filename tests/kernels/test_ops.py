@@ -93,7 +93,7 @@ def test_edits_are_traced_with_what_they_are_given_to(make_sampling: MakeSamplin
     past = torch.zeros(2, 9).long(), torch.ones(2).long()
     inputs = EditInputs(*past, asked_edits(), masks)
 
-    def step(logits: Tensor) -> list[Tensor | None]:
+    def step(logits: Tensor) -> list[Any]:
         return [*verify(**{**given, "logits": logits}, method="coupled", edits=inputs)]
 
     found, expected = traced(step)(given["logits"]), step(given["logits"])
@@ -194,7 +194,7 @@ def test_operators_keep_what_they_promise(make_sampling: MakeSampling) -> None:
         (ops.verify, (*flat, "coupled", None, None, None, True, [], None, None)),
         (
             ops.verify,
-            (*flat, "standard", laws()["dense"].logits, None, None, False, edits, None, None),
+            (*flat, "standard", q, None, None, False, edits, None, None),
         ),
         (ops.sample, (*two, True, [], None, None)),
         (ops.sample_draft, (*two, "coupled", 0, None, None, None, None, *written)),
