@@ -44,16 +44,12 @@ class Product:
         self._least = LEAST_ROWS
         if blocks is not None:
             self._least = blocks.least.get((self.out_features, self.in_features), LEAST_ROWS)
-        self._enough = self._least * self.in_features
         self._zeros = weight.new_zeros(self._least, self.in_features)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         blocks = self._blocks
         if blocks is None or blocks.rows < 0:
-            # The common way, hundreds of times a step: no further calls stand in it.
-            if self.packed is not None and x.numel() >= self._enough:
-                return packed_product(x.contiguous(), self.packed, self._bias)
             return self._multiply(x)
         flat = x.reshape(-1, self.in_features)
         rows = flat.shape[0]
