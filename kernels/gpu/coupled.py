@@ -140,14 +140,20 @@ def drawn_tile(
 
 
 @triton.jit
+def tiles_of(at, active, TILES, TP: tl.constexpr):
+    """Of rows [N]: the places of their tiles' results, and which of them are there; [N, TP]."""
+    tiles = tl.arange(0, TP)
+    place = at.to(tl.int64)[:, None] * TILES + tiles[None, :]
+    return place, active[:, None] & (tiles < TILES)[None, :]
+
+
+@triton.jit
 def winning_tiles(
     at, active, greedy, attempt, tops, scores, choices, TILES,
     ATTEMPTS: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
     """Of rows [N]: the largest log-weight, and the id (greedy) or group that wins."""
-    tiles = tl.arange(0, TP)
-    place = at.to(tl.int64)[:, None] * TILES + tiles[None, :]
-    there = active[:, None] & (tiles < TILES)[None, :]
+    place, there = tiles_of(at, active, TILES, TP)
     top = tl.load(tops + place, mask=there, other=NOTHING)
     row_top = tl.max(top, axis=1)
     if greedy:
@@ -198,9 +204,7 @@ def drawn_ids(
 @triton.jit
 def wild_rows(at, active, scores, TILES, ATTEMPTS: tl.constexpr, TP: tl.constexpr):
     """Which rows [N] of a sampled request hold NaN or +inf."""
-    tiles = tl.arange(0, TP)
-    place = at.to(tl.int64)[:, None] * TILES + tiles[None, :]
-    there = active[:, None] & (tiles < TILES)[None, :]
+    place, there = tiles_of(at, active, TILES, TP)
     score = tl.load(scores + place * ATTEMPTS, mask=there, other=0.0)
     return tl.max((score == INFINITE).to(tl.int32), axis=1) > 0
 
@@ -208,9 +212,7 @@ def wild_rows(at, active, scores, TILES, ATTEMPTS: tl.constexpr, TP: tl.constexp
 @triton.jit
 def empty_rows(at, active, tops, TILES, TP: tl.constexpr):
     """Which rows [N] exclude every id, by the largest log-weights of their tiles (NaN is none)."""
-    tiles = tl.arange(0, TP)
-    place = at.to(tl.int64)[:, None] * TILES + tiles[None, :]
-    there = active[:, None] & (tiles < TILES)[None, :]
+    place, there = tiles_of(at, active, TILES, TP)
     top = tl.load(tops + place, mask=there, other=NOTHING)
     return tl.max((top > NOTHING).to(tl.int32), axis=1) == 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec_kernels.gpu.coupled import row_top
+from specdec_kernels.gpu.coupled import row_top, tiles_of
 from specdec_kernels.gpu.edit_values import edited_ids, row_edits
 from specdec_kernels.gpu.rows import NOTHING, cleaned, reference_of, relative
 from specdec_kernels.gpu.truncation import log_weight
@@ -22,9 +22,7 @@ SPARSE = tl.constexpr(2)
 @triton.jit
 def log_sums(at, active, tops, totals, TILES, TP: tl.constexpr):
     """Of rows [N]: (largest, log2 of the sum relative to it), and which rows are wild."""
-    tiles = tl.arange(0, TP)
-    place = at.to(tl.int64)[:, None] * TILES + tiles[None, :]
-    there = active[:, None] & (tiles < TILES)[None, :]
+    place, there = tiles_of(at, active, TILES, TP)
     top = tl.load(tops + place, mask=there, other=NOTHING)
     total = tl.load(totals + place, mask=there, other=0.0)
     wild = tl.max((total != total).to(tl.int32), axis=1) > 0
@@ -53,6 +51,26 @@ def careful_log_sum(here, temperature, cut, vocab, mine, TILE: tl.constexpr):
 
 
 @triton.jit
+def tamed(
+    here, stride, wild, length, temperature, cut, top, total, vocab, tables, request,
+    N: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(largest, log_sum) of rows [N] from `here` on, `stride` apart, those of wild rows mended."""
+    column = tl.arange(0, N)
+    if tl.max(wild.to(tl.int32)) > 0:
+        for i in range(0, length):
+            if tl.max((wild & (column == i)).to(tl.int32)) > 0:
+                mine = row_edits(tables, request, i)
+                lowest = tl.min(tl.where(column == i, cut, float("inf")))
+                one, other = careful_log_sum(
+                    here + i * stride, temperature, lowest, vocab, mine, TILE
+                )
+                top = tl.where(column == i, one, top)
+                total = tl.where(column == i, other, total)
+    return top, total
+
+
+@triton.jit
 def tested_laws(
     logits, row_stride, first, length, at, slot, temperature, cuts, draft,
     q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
@@ -71,15 +89,10 @@ def tested_laws(
     cut = tl.full((N,), NOTHING, tl.float32)
     if CUT:
         cut = tl.load(cuts + place, mask=active, other=NOTHING)
-    if tl.max((wild & active).to(tl.int32)) > 0:
-        for i in range(0, length):
-            if tl.max((wild & (column == i)).to(tl.int32)) > 0:
-                here = logits + (first + i) * row_stride
-                own = row_edits(tables, request, i)
-                lowest = tl.min(tl.where(column == i, cut, float("inf")))
-                one, other = careful_log_sum(here, temperature, lowest, vocab, own, TILE)
-                p_top = tl.where(column == i, one, p_top)
-                p_sum = tl.where(column == i, other, p_sum)
+    p_top, p_sum = tamed(
+        logits + first * row_stride, row_stride, wild & active, length, temperature, cut,
+        p_top, p_sum, vocab, tables, request, N, TILE,
+    )  # fmt: skip
     rows = logits + tl.where(active, first + column, 0) * row_stride
     known = tl.where(active, draft, 0)
     x = tl.load(rows + known, mask=active, other=NOTHING).to(tl.float32)
@@ -94,13 +107,10 @@ def tested_laws(
     log_q = tl.zeros((N,), tl.float32)
     if Q == DENSE:
         q_top, q_sum, q_wild = log_sums(place, active, q_tops, q_totals, TILES, TP)
-        if tl.max((q_wild & active).to(tl.int32)) > 0:
-            for i in range(0, length):
-                if tl.max((q_wild & (column == i)).to(tl.int32)) > 0:
-                    there = q_logits + slot * q_slot + i * q_column
-                    one, other = careful_log_sum(there, temperature, NOTHING, q_vocab, None, TILE)
-                    q_top = tl.where(column == i, one, q_top)
-                    q_sum = tl.where(column == i, other, q_sum)
+        q_top, q_sum = tamed(
+            q_logits + slot * q_slot, q_column, q_wild & active, length, temperature,
+            tl.full((N,), NOTHING, tl.float32), q_top, q_sum, q_vocab, None, request, N, TILE,
+        )  # fmt: skip
         rows = q_logits + slot * q_slot + tl.where(active, column, 0) * q_column
         shared = active & (draft < q_vocab)
         y = cleaned(rows, tl.where(shared, draft, 0), shared, temperature, None)
