@@ -19,7 +19,7 @@ from specdec_kernels.types import DenseQ, EditInputs, Edits, Sampling, SparseQ, 
 if TYPE_CHECKING:
     from specdec_kernels.candidates import DraftVocabulary
 
-_SAMPLING = "Tensor stream, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p"
+_SAMPLING = "Tensor[] sampling"  # the fields of `Sampling`
 # history, prompt_length and the fields of `Edits`; none without edits
 _EDITS = "Tensor[] edits, Tensor? grammar, Tensor? grammar_start"
 
@@ -42,7 +42,7 @@ def verify(
     ids = q.ids if isinstance(q, SparseQ) else None
     law = None if q is None else q.logits
     tokens, count, rows, empty = _verify(
-        logits, logits_start, draft_tokens, positions, slots, *sampling,
+        logits, logits_start, draft_tokens, positions, slots, list(sampling),
         method, law, ids, acceptance_rates, truncate, *_apart(edits),
     )  # fmt: skip
     return Verified(tokens, count, rows, None if edits is None else empty)
@@ -58,7 +58,7 @@ def sample(
     edits: EditInputs | None,
 ) -> Tensor:
     """`specdec_kernels.sample` as an operator."""
-    tokens: Tensor = _sample(logits, positions, slots, *sampling, truncate, *_apart(edits))
+    tokens: Tensor = _sample(logits, positions, slots, list(sampling), truncate, *_apart(edits))
     return tokens
 
 
@@ -82,7 +82,7 @@ def sample_draft(
         targets, groups, members, vocab_size = vocab_map
     ids, kept = (None, None) if candidates is None else candidates
     tokens: Tensor = _sample_draft(
-        logits, positions, slots, *sampling, how, column,
+        logits, positions, slots, list(sampling), how, column,
         targets, groups, members, vocab_size, ids, kept, lse,
     )  # fmt: skip
     return tokens
@@ -141,7 +141,7 @@ def _together(
 )
 def _verify(
     logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, positions: Tensor, slots: Tensor,
-    stream: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    sampling: Sequence[Tensor],
     method: str, q_logits: Tensor | None, q_ids: Tensor | None, acceptance_rates: Tensor | None,
     truncate: bool, edits: Sequence[Tensor], grammar: Tensor | None, grammar_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -150,9 +150,8 @@ def _verify(
     q: DenseQ | SparseQ | None = None
     if q_logits is not None:
         q = DenseQ(q_logits) if q_ids is None else SparseQ(q_ids, q_logits)
-    sampling = Sampling(stream, temperature, top_k, top_p, min_p)
     found = verify(
-        logits, logits_start, draft_tokens, positions, slots, sampling,
+        logits, logits_start, draft_tokens, positions, slots, Sampling(*sampling),
         method=method, q=q, acceptance_rates=acceptance_rates, truncate=truncate,
         edits=_together(edits, grammar, grammar_start),
     )  # fmt: skip
@@ -181,19 +180,13 @@ def _(logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, *more: Any) ->
 )
 def _sample(
     logits: Tensor, positions: Tensor, slots: Tensor,
-    stream: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    sampling: Sequence[Tensor],
     truncate: bool, edits: Sequence[Tensor], grammar: Tensor | None, grammar_start: Tensor | None,
 ) -> Tensor:  # fmt: skip
     from specdec_kernels import sample
 
-    sampling = Sampling(stream, temperature, top_k, top_p, min_p)
     inputs = _together(edits, grammar, grammar_start)
-    return sample(logits, positions, slots, sampling, truncate=truncate, edits=inputs)
-
-
-@_sample.register_fake
-def _(logits: Tensor, positions: Tensor, slots: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(slots, memory_format=torch.contiguous_format)
+    return sample(logits, positions, slots, Sampling(*sampling), truncate=truncate, edits=inputs)
 
 
 @torch.library.custom_op(
@@ -207,7 +200,7 @@ def _(logits: Tensor, positions: Tensor, slots: Tensor, *_: Any) -> Tensor:
 )
 def _sample_draft(
     logits: Tensor, positions: Tensor, slots: Tensor,
-    stream: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    sampling: Sequence[Tensor],
     how: str, column: int, targets: Tensor | None, groups: Tensor | None, members: Tensor | None,
     vocab_size: int | None, ids: Tensor | None, kept: Tensor | None, lse: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -217,14 +210,14 @@ def _sample_draft(
     if targets is not None and groups is not None and members is not None:
         assert vocab_size is not None
         vocab_map = DraftVocabulary(targets, groups, members, vocab_size)
-    sampling = Sampling(stream, temperature, top_k, top_p, min_p)
     return sample_draft(
-        logits, positions, slots, sampling, how=how, column=column,
+        logits, positions, slots, Sampling(*sampling), how=how, column=column,
         vocab_map=vocab_map, vocab_size=vocab_size,
         candidates=None if ids is None or kept is None else SparseQ(ids, kept), lse=lse,
     )  # fmt: skip
 
 
+@_sample.register_fake
 @_sample_draft.register_fake
 def _(logits: Tensor, positions: Tensor, slots: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(slots, memory_format=torch.contiguous_format)

@@ -183,10 +183,10 @@ def test_operators_keep_what_they_promise(make_sampling: MakeSampling) -> None:
     """Schemas, fakes, shapes that vary: torch's own checks."""
     given = chains(make_sampling)
     rows = tuple(given.values())
-    flat = (*rows[:5], *given["sampling"])
+    flat = (*rows[:5], list(given["sampling"]))
     ops = torch.ops.specdec
     logits, slots = given["logits"][:2].clone(), torch.arange(2)
-    two = (logits, slots, slots, *given["sampling"])
+    two = (logits, slots, slots, list(given["sampling"]))
     written = [torch.zeros(2, 2, 4).long(), torch.zeros(2, 2, 4), torch.zeros(2, 2)]
     q = laws()["dense"].logits
     edits = [torch.zeros(2, 9).long(), torch.ones(2).long(), *asked_edits()]
