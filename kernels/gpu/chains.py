@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_kernels.gpu.coupled import row_statistics
 from specdec_kernels.gpu.edit_ids import EditTables
-from specdec_kernels.gpu.rows import CAREFUL, REGISTERS, WARPS, largest_of, tile_of
+from specdec_kernels.gpu.rows import CAREFUL, EDITING, REGISTERS, WARPS, largest_of, tile_of
 from specdec_kernels.gpu.truncation import first_draws, mass_above, settle_attempts
 from specdec_kernels.noise import ATTEMPTS
 from specdec_kernels.types import Sampling
@@ -35,6 +35,11 @@ class Rows(NamedTuple):
     def dtype(self) -> torch.dtype:
         """The dtype that logits compare in: edited ones are float32."""
         return self.logits.dtype if self.tables is None else torch.float32
+
+    @property
+    def registers(self) -> int:
+        """How many registers a thread that reads a tile has, at most."""
+        return REGISTERS if self.tables is None else EDITING
 
     @property
     def places(self) -> int:
@@ -81,7 +86,7 @@ def statistics(rows: Rows, attempts: int = 1, *, last: bool = False) -> Partials
         rows.sampling.temperature, partials.tops, partials.scores, choices,
         vocab, rows.drafts, tiles, rows.tables,
         **rows.chains, LAST=last, TILE=tile, ATTEMPTS=attempts,
-        LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=REGISTERS,
+        LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=rows.registers,
     )  # fmt: skip
     return partials
 

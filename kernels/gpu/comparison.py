@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_kernels.gpu import laws, rejection, residual
 from specdec_kernels.gpu.chains import UNUSED_BITS, Rows, draws
-from specdec_kernels.gpu.rows import CAREFUL, REGISTERS, WARPS, largest_of, tile_of
+from specdec_kernels.gpu.rows import CAREFUL, WARPS, largest_of, tile_of
 from specdec_kernels.types import DenseQ, SparseQ, Verified
 
 _RULES = {
@@ -86,7 +86,7 @@ def compare(
         *chains, rows.positions, slots, sampling.stream, temperature, cuts, *law.arguments[:3],
         tops, scores, choices, totals, q_tops, q_totals, vocab, law.vocab, drafts, tiles,
         rows.tables, CUT=truncate, DENSE_Q=dense, DRAW=not truncate, KP=sizes["KP"], TILE=tile,
-        LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=REGISTERS,
+        LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=rows.registers,
     )  # fmt: skip
     masses = tops
     if method == "block" and drafts > 1 and law.kind != laws.NO_Q.value:

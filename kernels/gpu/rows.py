@@ -19,6 +19,7 @@ from specdec_kernels.logits import GREEDY_BELOW
 TILE = 4096
 WARPS = 4
 REGISTERS = 64  # a thread's, at most: more of them leave too few warps to hide the memory
+EDITING = 96  # the same where it edits what it reads, which 64 do not hold
 CAREFUL = 1024  # the tile of loops that one program runs over a row
 
 GREEDY = tl.constexpr(GREEDY_BELOW)
@@ -75,9 +76,10 @@ def whole_groups(x, ids, mine):
     ids: [GROUPS, GROUP], or flat; groups of ids in order, of which each is there in full.
     """
     if mine is not None:
-        GROUPS: tl.constexpr = ids.numel // GROUP
-        groups = tl.max(tl.reshape(ids, (GROUPS, GROUP)), axis=1) // GROUP
-        x = tl.reshape(edited(tl.reshape(x, (GROUPS, GROUP)), groups, mine), ids.shape)
+        if mine[0] != 0:  # a flat tile changes its layout for this
+            GROUPS: tl.constexpr = ids.numel // GROUP
+            groups = tl.max(tl.reshape(ids, (GROUPS, GROUP)), axis=1) // GROUP
+            x = tl.reshape(edited(tl.reshape(x, (GROUPS, GROUP)), groups, mine), ids.shape)
     return x
 
 
