@@ -75,7 +75,7 @@ def whole_groups(x, ids, mine):
 
     ids: [GROUPS, GROUP], or flat; groups of ids in order, of which each is there in full.
     """
-    if mine is not None:
+    if mine is not None:  # noqa: SIM102  # decided by the compiler, the other one by the request
         if mine[0] != 0:  # a flat tile changes its layout for this
             GROUPS: tl.constexpr = ids.numel // GROUP
             groups = tl.max(tl.reshape(ids, (GROUPS, GROUP)), axis=1) // GROUP
