@@ -103,6 +103,7 @@ class Step:
     k: Tensor  # [batch] commit: drafts wanted next, at most the argument `k` of `propose`
     state: SlotState  # what is known of every slot; `length` is that after the commit
     host: HostStep | None = None  # commit: mirrors, if the capabilities ask for `host_tokens`
+    truncates: bool = True  # some request may use top_k, top_p or min_p: the kernels' `truncate`
 
     @property
     def batch(self) -> int:

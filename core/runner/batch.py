@@ -107,6 +107,7 @@ def build(
         next_token=unset,
         k=unset,
         state=slots.device,
+        truncates=bool(slots.truncates[schedule.slots].any()),
     )
     rows = Rows(
         tokens=step.tokens,

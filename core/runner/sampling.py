@@ -35,5 +35,6 @@ def kernel_verify(
         method=method,
         q=q,
         acceptance_rates=acceptance_rates,
+        truncate=step.truncates,
     )
     return Verdict(tokens=found.tokens, count=found.count, rows=found.rows)

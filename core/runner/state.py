@@ -49,6 +49,8 @@ class Slots:
         self.top_k: NDArray[np.int64] = np.zeros(shape, int64)
         self.top_p: NDArray[np.float32] = np.ones(shape, np.float32)
         self.min_p: NDArray[np.float32] = np.zeros(shape, np.float32)
+        # on the host alone: whether any of the three above matters to the request
+        self.truncates: NDArray[np.bool_] = np.zeros(shape, bool)
         self.stop_ids: NDArray[np.int64] = np.full((places, MAX_STOP_IDS), -1, int64)
         self.stop_width = 0  # columns of stop_ids that any request has used
         self.block_tables: NDArray[np.int64] = np.zeros((places, max_blocks), int64)
@@ -89,6 +91,8 @@ class Slots:
         self.top_k[slot] = min(max(params.top_k, 0), 2**31 - 1)  # more than any vocabulary
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
+        cuts = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self.truncates[slot] = cuts and not params.greedy
         stops = sequence.stop_ids
         self.stop_width = max(self.stop_width, len(stops))
         self.stop_ids[slot] = -1

@@ -97,6 +97,34 @@ def test_rows_that_are_only_read_come_after_those_that_are_sampled_from(
     assert step.logits_start.tolist() == plain.logits_start.tolist()
 
 
+@pytest.mark.parametrize(
+    ("params", "truncates"),
+    [
+        (SamplingParams(), False),
+        (SamplingParams(top_k=-1), False),
+        (SamplingParams(top_k=4), True),
+        (SamplingParams(top_p=0.9), True),
+        (SamplingParams(min_p=0.1), True),
+        (SamplingParams(temperature=0, top_k=4, top_p=0.9, min_p=0.1), False),
+    ],
+    ids=["plain", "off", "top-k", "top-p", "min-p", "greedy"],
+)
+def test_a_step_says_whether_any_of_its_requests_truncates(
+    slots: Slots,
+    schedule: Schedule,
+    new_sequence: Callable[..., Sequence],
+    params: SamplingParams,
+    truncates: bool,
+) -> None:
+    assert not build(schedule, slots, device=CPU).step.truncates
+    slots.place(3, new_sequence([1, 2], params=params))
+    assert build(schedule, slots, device=CPU).step.truncates == truncates
+    assert not build(part(schedule, 3), slots, device=CPU).step.truncates
+    # nothing of it stays once the slot is somebody else's
+    slots.place(3, new_sequence([1, 2], params=SamplingParams()))
+    assert not build(schedule, slots, device=CPU).step.truncates
+
+
 def test_padding_owns_no_rows(slots: Slots, schedule: Schedule) -> None:
     step = build(part(schedule, 3), slots, least_rows=8, device=CPU).step
     assert step.batch == 4
