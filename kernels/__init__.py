@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels import ops, reference
-from specdec_kernels._checks import Arguments, device_of
+from specdec_kernels._checks import Arguments, device_of, write, write_verified
 from specdec_kernels.candidates import DraftVocabulary, draft_vocabulary
 from specdec_kernels.edits import edit_logits, empty_rows
 from specdec_kernels.logprobs import TokenLogprobs, token_logprobs
@@ -65,6 +65,7 @@ def verify(
     acceptance_rates: Tensor | None = None,
     truncate: bool = True,
     edits: EditInputs | None = None,
+    out: Verified | None = None,
 ) -> Verified:
     """Accept a prefix of every request's drafts and add one token of the target's own.
 
@@ -94,6 +95,8 @@ def verify(
         that is known not to use them then saves their launches.
     edits: judge the rows as `edit_logits` makes them, and leave `logits` as they are: on a GPU
         without an edited copy of them (float64 aside). All rows then count as float32.
+    out: tensors that the result is written into and that are returned, for callers that need it in
+        the same place every time; with `empty` if there are edits. None makes new ones.
 
     Every token emitted but the accepted drafts is drawn from its row; `Verified.rows` names the
     rows. A row that excludes all ids (-inf or NaN) gives id 0; with edits, `Verified.empty` says
@@ -117,7 +120,7 @@ def verify(
     (tensor([[ 1,  0, -1]]), tensor([2]), tensor([[ 0,  1, -1]]))
     """
     if torch.compiler.is_compiling():
-        return ops.verify(
+        verified = ops.verify(
             logits,
             logits_start,
             draft_tokens,
@@ -130,6 +133,7 @@ def verify(
             truncate=truncate,
             edits=edits,
         )
+        return verified if out is None else write_verified(verified, out)
     check = Arguments("verify", device_of("verify", "logits", logits))
     check.one_of("method", method, METHODS)
     check.logits("logits", logits, "R V")
@@ -142,7 +146,7 @@ def verify(
     check.rates(method, acceptance_rates)
     if edits is not None:
         check.edit_inputs(edits, "B")
-    verified: Verified = _implementation(logits.device).verify(
+    verified = _implementation(logits.device).verify(
         logits,
         logits_start,
         draft_tokens,
@@ -155,7 +159,7 @@ def verify(
         truncate=truncate,
         edits=edits,
     )
-    return verified
+    return verified if out is None else write_verified(verified, out)
 
 
 def sample(
@@ -166,12 +170,13 @@ def sample(
     *,
     truncate: bool = True,
     edits: EditInputs | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Plain decoding: one token per row.
 
     logits: any float dtype [R, V]; positions: int64 [R], the index of the token drawn;
-    slots: int64 [R], -1 for padding; truncate, edits: as for `verify`, each row a request. Returns
-    int64 [R], -1 for padding.
+    slots: int64 [R], -1 for padding; truncate, edits, out: as for `verify`, each row a request.
+    Returns int64 [R], -1 for padding.
     Bit for bit the token that `verify` emits for a request of this one row without drafts, under
     any lossless method.
 
@@ -186,7 +191,8 @@ def sample(
     tensor([1])
     """
     if torch.compiler.is_compiling():
-        return ops.sample(logits, positions, slots, sampling, truncate=truncate, edits=edits)
+        tokens = ops.sample(logits, positions, slots, sampling, truncate=truncate, edits=edits)
+        return tokens if out is None else write("sample", tokens, out)
     check = Arguments("sample", device_of("sample", "logits", logits))
     check.logits("logits", logits, "R V")
     check.tensor("positions", positions, "R", torch.int64)
@@ -194,10 +200,10 @@ def sample(
     check.sampling(sampling)
     if edits is not None:
         check.edit_inputs(edits, "R")
-    tokens: Tensor = _implementation(logits.device).sample(
+    tokens = _implementation(logits.device).sample(
         logits, positions, slots, sampling, truncate=truncate, edits=edits
     )
-    return tokens
+    return tokens if out is None else write("sample", tokens, out)
 
 
 def sample_draft(

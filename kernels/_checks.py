@@ -8,7 +8,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from specdec_kernels.types import DenseQ, EditInputs, Edits, Sampling, SparseQ
+from specdec_kernels.types import DenseQ, EditInputs, Edits, Sampling, SparseQ, Verified
 
 # shapes of `Edits`, where they are not [slots]
 _EDITS = {
@@ -184,3 +184,41 @@ def device_of(op: str, name: str, value: object) -> torch.device:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, not {type(value).__name__} ({value!r})")
     return value.device
+
+
+def write(op: str, found: Tensor, out: Tensor) -> Tensor:
+    """Write a result where the caller wants it: a place of its shape, dtype and device."""
+    _same(op, "out", found, out)
+    return out.copy_(found)
+
+
+def write_verified(found: Verified, out: Verified) -> Verified:
+    """Write the result of `verify`, all of it or nothing. `out` has `empty` where it has."""
+    if not isinstance(out, Verified):
+        raise TypeError(f"verify: out must be a Verified, not {type(out).__name__}")
+    if (found.empty is None) != (out.empty is None):
+        raise ValueError(
+            f"verify: out.empty is {'given' if found.empty is None else 'None'}; "
+            "calls with edits write it, and no others"
+        )
+    for field, value, place in zip(found._fields, found, out, strict=True):
+        if value is not None:
+            _same("verify", f"out.{field}", value, place)
+    for value, place in zip(found, out, strict=True):
+        if value is not None:
+            assert place is not None
+            place.copy_(value)
+    return out
+
+
+def _same(op: str, name: str, found: Tensor, out: object) -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, not {type(out).__name__} ({out!r})")
+    if out.dtype != found.dtype:
+        raise TypeError(f"{op}: {name} has dtype {out.dtype}; expected {found.dtype}")
+    if out.device != found.device:
+        raise ValueError(f"{op}: {name} is on {out.device}; expected {found.device}")
+    if out.shape != found.shape:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(out.shape)}; expected {tuple(found.shape)}"
+        )

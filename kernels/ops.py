@@ -231,7 +231,8 @@ def _(logits: Tensor, positions: Tensor, slots: Tensor, *_: Any) -> Tensor:
 def _token_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, ...]:
     from specdec_kernels import token_logprobs
 
-    return tuple(token_logprobs(logits, tokens, n))
+    # a long list of the likeliest is a view of the whole order, and the fake is contiguous
+    return tuple(x.contiguous() for x in token_logprobs(logits, tokens, n))
 
 
 @_token_logprobs.register_fake

@@ -14,6 +14,7 @@ from specdec_kernels import (
     EditInputs,
     Edits,
     SparseQ,
+    Verified,
     draft_vocabulary,
     sample,
     sample_draft,
@@ -135,6 +136,30 @@ def test_graphs_replay_on_other_inputs(make_sampling: Make, device: torch.device
         expected = run()
         for got, want in zip(captured, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_graphs_write_results_where_asked(make_sampling: Make, device: torch.device) -> None:
+    given, sampling = inputs(device, 0), make_sampling(B, temperature=[0.0, 0.7, 1.0, 1.3])
+    start, slots = torch.arange(B + 1, device=device) * (K + 1), torch.arange(B, device=device)
+    rows = slots.repeat_interleave(K + 1)
+    tokens = torch.full((B, K + 1), 99, device=device)
+    out, drawn = Verified(tokens, tokens[:, 0].clone(), tokens.clone()), rows.clone()
+
+    def run(out: Verified | None, drawn: Tensor | None) -> tuple[Tensor, ...]:
+        logits, drafts, positions = given["logits"], given["drafts"], given["positions"]
+        chains = logits, start, drafts, positions, slots, sampling
+        found = verify(*chains, method="standard", q=DenseQ(given["q"]), out=out)
+        return *found[:3], sample(logits, positions, rows, sampling, out=drawn)
+
+    run(out, drawn)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out, drawn)
+    for key, value in inputs(device, 1).items():
+        given[key].copy_(value)
+    graph.replay()
+    assert all(map(torch.equal, (*out[:3], drawn), run(None, None)))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
