@@ -20,8 +20,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MIXED = [0.7, 0.0, 1.0, 1.5, 0.3, 0.0]
 
 
-@pytest.mark.parametrize("vocab", [1, 31, 32, 64, 37, 331])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [*zip([1, 31, 32, 64, 37], DTYPES * 2, strict=False), *((331, x) for x in DTYPES)],
+    ids=str,
+)
 @pytest.mark.usefixtures("small_tiles")
 def test_greedy_and_sampled_requests_side_by_side(
     make_batch: Make, make_sampling: Make, agree: Make, vocab: int, dtype: torch.dtype
@@ -214,7 +217,7 @@ def test_padding_is_sampled_as_nothing(
 def test_drawn_ids_follow_the_softmax(
     kernels: Any, make_sampling: Make, device: torch.device, interpreted: bool
 ) -> None:
-    rows = 300 if interpreted else 200_000
+    rows = 150 if interpreted else 200_000
     # two groups, so that both levels of the draw count
     logits = torch.full((34,), -inf)
     logits[[0, 5, 33]] = torch.tensor([0.5, 0.0, 1.0])

@@ -24,7 +24,7 @@ from specdec_kernels.edits import edited_copy
 
 Make = Callable[..., Any]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-VOCAB, K = 150, 3
+VOCAB, K = 110, 2
 TEMPERATURES = [0.0, 0.8, 0.0, 1.3, 0.8]  # by slot; the last is never edited and holds padding
 ASKING = [True, True, False, False, False]
 LOOSE = {"top_k": [0, 40, 0, 0, 3], "top_p": [1.0, 0.9, 1.0, 0.7, 1.0]}
@@ -143,8 +143,9 @@ def law(step: Step, kind: str) -> DenseQ | SparseQ | None:
     return None
 
 
-@pytest.mark.parametrize("truncate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "truncate"), [*((x, False) for x in DTYPES), (torch.bfloat16, True)], ids=str
+)
 @pytest.mark.usefixtures("small_tiles")
 def test_coupled_verification_of_edited_rows_is_that_of_the_reference(
     kernels: Any, make_step: Make, dtype: torch.dtype, truncate: bool
@@ -164,11 +165,11 @@ def test_coupled_verification_of_edited_rows_is_that_of_the_reference(
     [
         ("standard", "one-hot", True),
         ("standard", "dense", False),
-        ("standard", "sparse", True),
+        ("standard", "sparse", False),
         ("block", "one-hot", False),
         ("block", "dense", True),
         ("block", "sparse", False),
-        ("synthetic", "dense", True),
+        ("synthetic", "dense", False),
     ],
 )
 @pytest.mark.usefixtures("small_tiles")
@@ -190,7 +191,7 @@ def test_other_methods_judge_edited_rows_as_the_reference_does(
 def test_samples_of_edited_rows_are_those_of_the_reference(
     kernels: Any, make_step: Make, truncate: bool
 ) -> None:
-    for dtype in DTYPES:
+    for dtype in DTYPES[1:2] if truncate else DTYPES:
         step = make_step(loose=truncate, dtype=dtype, grammar=True)
         own = step.sample(kernels, truncate=truncate)
         assert torch.equal(own, step.sample(reference, truncate=truncate))
@@ -205,7 +206,7 @@ def test_rows_with_nan_and_infinity_are_edited_too(
     step = make_step(loose=truncate, k=1)
     first = step.start[:-1]
     step.logits[first, 4] = nan
-    step.logits[first[0], 140] = inf
+    step.logits[first[0], 100] = inf
     step.logits[first[1], 3] = -inf
     step.draft(truncate=truncate, right=1.0)
     for method in ("coupled", "standard"):
@@ -231,15 +232,22 @@ def test_a_row_that_edits_leave_nothing_of_gives_id_0(kernels: Any, make_step: M
     assert step.sample(kernels, truncate=False).tolist() == [0, 0, 0, 0, -1]
 
 
-@pytest.mark.parametrize("truncate", [False, True])
 @pytest.mark.parametrize(
-    ("method", "k"), [("coupled", K), ("standard", K), ("standard", 0), ("synthetic", K)]
+    ("method", "k", "truncate"),
+    [
+        ("coupled", K, False),
+        ("coupled", K, True),
+        ("standard", K, False),
+        ("standard", 0, False),
+        ("standard", 0, True),
+        ("synthetic", K, False),
+    ],
 )
 @pytest.mark.usefixtures("small_tiles")
 def test_tokens_of_rows_that_edits_leave_nothing_of_are_marked(
     kernels: Any, make_step: Make, method: str, k: int, truncate: bool
 ) -> None:
-    step = make_step(loose=truncate, grammar=True, k=k)
+    step = make_step(loose=truncate, grammar=True, k=k, seed=1)
     # of the second request its second row; of the first one its first and its last
     step.edits.grammar[[1, k + 1, 2 * k + 1]] = 0
     step.logits[step.start[2]] = nan
