@@ -196,14 +196,14 @@ class ReachingSpeculator(OracleSpeculator):
 FALLING: dict[str, Any] = {"length_policy": "falling"}
 BY_BATCH = {"num_speculative_tokens_per_batch_size": [[1, 2, 5], [3, 5, 2], [6, 64, 0]]}
 ENGINES = [
-    Engine("plain", 200, {"kv_cache_memory": 8 * PAGE}),
+    Engine("plain", 160, {"kv_cache_memory": 8 * PAGE}),
     Engine(
         "plain with few rows and slots",
         40,
         {"kv_cache_memory": 6 * PAGE, "max_num_batched_tokens": 4, "max_num_seqs": 3},
         open=6,
     ),
-    Engine("oracle", 580, {"kv_cache_memory": 9 * PAGE}, drafted(OracleSpeculator, 4)),
+    Engine("oracle", 810, {"kv_cache_memory": 9 * PAGE}, drafted(OracleSpeculator, 4)),
     Engine(
         "oracle with few rows and drafts by batch",
         140,
@@ -212,19 +212,19 @@ ENGINES = [
     ),
     Engine(
         "wrong by priority",
-        180,
+        150,
         {"kv_cache_memory": 8 * PAGE, "scheduling_policy": "priority"},
         drafted(WrongSpeculator, 3, **FALLING),
     ),
     Engine(
         "coupled bigrams by priority",
-        160,
+        130,
         {"kv_cache_memory": 9 * PAGE, "scheduling_policy": "priority"},
         drafted(BigramSpeculator, 3, table=TABLE),
     ),
     Engine(
         "many greedy bigrams",
-        140,
+        110,
         {"kv_cache_memory": 8 * PAGE, "max_num_batched_tokens": 48},
         drafted(BigramSpeculator, 17, table=TABLE, draft_sample_method="greedy", **FALLING),
     ),
@@ -243,7 +243,7 @@ ENGINES = [
     ),
     Engine(
         "placeholders",
-        420,
+        320,
         {"kv_cache_memory": 9 * PAGE, "max_num_batched_tokens": 33},
         drafted(PlaceholderSpeculator, 4, column=2),
     ),
@@ -366,7 +366,7 @@ def test_no_script_of_arrivals_and_aborts_changes_a_token(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30,
+            max_examples=20,
             stateful_step_count=20,
             deadline=None,
             derandomize=True,
