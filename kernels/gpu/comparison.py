@@ -13,6 +13,8 @@ from specdec_kernels.gpu.chains import UNUSED_BITS, Rows, draws
 from specdec_kernels.gpu.rows import CAREFUL, WARPS, largest_of, tile_of
 from specdec_kernels.types import DenseQ, SparseQ, Verified
 
+COMPARING = 80  # registers of a thread that reads tiles of p and q at once, at most
+
 _RULES = {
     "standard": rejection.STANDARD.value,
     "block": rejection.BLOCK.value,
@@ -88,18 +90,27 @@ def compare(
         rows.tables, CUT=truncate, DENSE_Q=dense, DRAW=not truncate, KP=sizes["KP"], TILE=tile,
         LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=rows.registers,
     )  # fmt: skip
-    masses = tops
+    masses, masses_each = tops, tiles
     if method == "block" and drafts > 1 and law.kind != laws.NO_Q.value:
-        masses, joints = floats(rows.places, tiles), floats(batch, 5, drafts + 1)
+        masses_each = tiles if dense else 1
+        masses, joints = floats(rows.places, masses_each), floats(batch, 5, drafts + 1)
         rejection.block_laws[(batch,)](
             *chains, slots, temperature, cuts, *law.arguments, tops, totals, q_tops, q_totals,
             joints, vocab, law.vocab, drafts, tiles, rows.tables, **common, num_warps=4,
         )  # fmt: skip
-        residual.residual_masses[(tiles, drafts - 1, batch)](
-            *chains, slots, temperature, cuts, *law.arguments, joints, masses,
-            vocab, law.vocab, drafts, tiles, rows.tables,
-            CUT=truncate, Q=law.kind, KP=sizes["KP"], TILE=tile, num_warps=WARPS,
-        )  # fmt: skip
+        if dense:
+            residual.residual_masses[(tiles, drafts - 1, batch)](
+                *chains, slots, temperature, cuts, *law.arguments[:3], joints, masses,
+                vocab, law.vocab, drafts, tiles, rows.tables,
+                CUT=truncate, KP=sizes["KP"], TILE=tile, PART=min(tile, CAREFUL), num_warps=WARPS,
+                maxnreg=max(rows.registers, COMPARING),
+            )  # fmt: skip
+        else:
+            residual.candidate_masses[(drafts - 1, batch)](
+                *chains, slots, temperature, cuts, *law.arguments, joints, masses,
+                vocab, drafts, rows.tables, CUT=truncate, KP=sizes["KP"], CP=law.candidates,
+                num_warps=1,
+            )  # fmt: skip
 
     refused = torch.empty(batch, dtype=torch.int32, device=device)
     judged = floats(batch, 6)
@@ -107,7 +118,7 @@ def compare(
         *chains, rows.positions, slots, sampling.stream, temperature, cuts,
         temperature if acceptance_rates is None else acceptance_rates, *law.arguments,
         tops, totals, scores, choices, q_tops, q_totals, masses, drawn, last_tops,
-        *out, refused, judged, vocab, law.vocab, drafts, tiles,
+        *out, refused, judged, vocab, law.vocab, drafts, tiles, masses_each,
         rows.tables, RULE=_RULES[method], DRAWN=truncate, **common, num_warps=4,
     )  # fmt: skip
     if drafts:

@@ -169,9 +169,12 @@ def one_less_exp2(x):
 
 @triton.jit
 def block_thresholds(
-    joint, ratio, at, length, masses, TILES, Q: tl.constexpr, N: tl.constexpr, TP: tl.constexpr
+    joint, ratio, at, length, masses, PARTS, Q: tl.constexpr, N: tl.constexpr, TP: tl.constexpr
 ):
-    """H after each draft, [N]: rho after the last, else S / (S + 1 - rho) with the next row's S."""
+    """H after each draft, [N]: rho after the last, else S / (S + 1 - rho) with the next row's S.
+
+    masses: float32 [B * (K + 1), PARTS], whose sums are S.
+    """
     column = tl.arange(0, N)
     ahead = column + 1 < length
     after = tl.zeros((N,), tl.float32)
@@ -184,9 +187,9 @@ def block_thresholds(
     if Q == NO_Q:
         mass = tl.exp2(after) * one_less_exp2(tl.minimum(following, 0.0))
     else:
-        tiles = tl.arange(0, TP)
-        place = (at + column + 1).to(tl.int64)[:, None] * TILES + tiles[None, :]
-        there = ahead[:, None] & (tiles < TILES)[None, :]
+        part = tl.arange(0, TP)
+        place = (at + column + 1).to(tl.int64)[:, None] * PARTS + part[None, :]
+        there = ahead[:, None] & (part < PARTS)[None, :]
         mass = tl.sum(tl.load(masses + place, mask=there, other=0.0), axis=1)
     missing = mass + one_less_exp2(after)
     threshold = tl.where(missing > 0, mass / tl.where(missing > 0, missing, 1.0), 1.0)
@@ -199,8 +202,8 @@ def settle_tests(
     temperatures, cuts, rates,
     q_logits, q_slot, q_column, q_ids, ids_slot, ids_column, candidates,
     tops, totals, scores, choices, q_tops, q_totals, masses, drawn, last_tops,
-    out_tokens, out_count, out_rows, out_empty, refused, laws, vocab, q_vocab, K, TILES, tables,
-    RULE: tl.constexpr, CUT: tl.constexpr, DRAWN: tl.constexpr, Q: tl.constexpr,
+    out_tokens, out_count, out_rows, out_empty, refused, laws, vocab, q_vocab, K, TILES, PARTS,
+    tables, RULE: tl.constexpr, CUT: tl.constexpr, DRAWN: tl.constexpr, Q: tl.constexpr,
     KP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
     """One request: which drafts are kept, and the token after them unless one was refused.
@@ -257,7 +260,7 @@ def settle_tests(
                 accepted = tl.min(tl.where(passed, KP, column))
             else:
                 joint = joint_ratios(ratio, length, KP)
-                threshold = block_thresholds(joint, ratio, at, length, masses, TILES, Q, KP, TP)
+                threshold = block_thresholds(joint, ratio, at, length, masses, PARTS, Q, KP, TP)
                 passed = tested & (uniform <= threshold)
                 accepted = tl.max(tl.where(passed, column + 1, 0))
         if accepted < length:

@@ -194,7 +194,7 @@ def test_the_first_token_has_the_law_of_the_target(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [32000, 128256, 151936, 262144])
-@pytest.mark.parametrize("law", ["one-hot", "dense"])
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_tokens_are_those_of_the_reference_at_the_size_of_models(
     kernels: Any, device: torch.device, method: str, law: str, vocab: int
@@ -211,7 +211,8 @@ def test_tokens_are_those_of_the_reference_at_the_size_of_models(
     start = torch.arange(0, len(rows) + 1, k + 1, device=device)
     slots = torch.arange(batch, device=device)
     positions = torch.arange(len(rows), device=device)
-    q = DenseQ(cache.bfloat16()) if law == "dense" else None
+    best, ids = cache.topk(64)
+    q = {"dense": DenseQ(cache.bfloat16()), "sparse": SparseQ(ids, best), "one-hot": None}[law]
     call = Call((rows, start, drafts, positions, slots, sampling), q, None)
     out = call.verify(kernels, method, truncate=False)
     want = call.verify(reference, method, truncate=False)

@@ -264,3 +264,20 @@ def test_the_vocabularies_of_real_models(
     sampling = make_sampling(n, temperature=[0.3, 0.7, 1.0, 1.5] * (n // 4), **columns)
     # a cut by top-p sums in another order than the reference: an id at the edge may fall either way
     same((torch.randn(n, vocab) * 3).to(dtype), sampling, near=2)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "batch"), [(150, 4), pytest.param(151936, 64, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("method", ["coupled", "standard", "block"])
+def test_a_row_without_cuts_keeps_its_tokens_where_no_cuts_are_looked_for(
+    kernels: Any, make_batch: Make, make_sampling: Make, method: str, vocab: int, batch: int
+) -> None:
+    torch.manual_seed(vocab)
+    cuts = [0.9 if i % 2 else 1.0 for i in range(batch)]
+    logits = (torch.randn(batch * 4, vocab) * 3).bfloat16()
+    mixed = make_batch([4] * batch, 3, logits, make_sampling(batch, temperature=0.8, top_p=cuts))
+    plain = mixed.of([b for b in range(batch) if cuts[mixed.slots[b]] == 1])
+    beside = kernels.verify(*mixed, method=method).tokens
+    alone = kernels.verify(*plain, method=method, truncate=False).tokens
+    assert torch.equal(alone, beside[[b for b in range(batch) if cuts[mixed.slots[b]] == 1]])
