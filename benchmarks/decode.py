@@ -3,7 +3,8 @@
     python benchmarks/decode.py --model DIR [--tokens 128] [--repeat 3] [--threads 1] [--json FILE]
 
 One process; contenders take turns within a repetition, so a busy machine slows all of them;
-medians over prompts and repetitions. Nothing is measured before every contender has run once.
+medians over prompts and repetitions. A ratio is the median of the ratios within a repetition, whose
+runs stand next to each other. Nothing is measured before every contender has run once.
 Greedy, stopped by end-of-sequence; tokens of the four are compared, too.
 """
 
@@ -66,6 +67,9 @@ def with_ours(llm: LLM, ids: list[int], tokens: int) -> Run:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything; returns the report."""
     kinds: dict[str, list[str]] = json.loads(args.prompts.read_text(encoding="utf-8"))
+    if unknown := set(args.kinds or kinds) - set(kinds):
+        sys.exit(f"no prompts of kind {sorted(unknown)}; there are {sorted(kinds)}")
+    kinds = {kind: kinds[kind] for kind in args.kinds or kinds}
     tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
     reference: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     reference.eval()
@@ -104,11 +108,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             name: [min(r.rate for r in runs[name]), max(r.rate for r in runs[name])]
             for name in names
         }
+        ratios = {
+            f"{above} / {below}": statistics.median(
+                a.rate / b.rate for a, b in zip(runs[above], runs[below], strict=True)
+            )
+            for above, below in [(names[3], names[2]), (names[3], names[1]), (names[2], names[0])]
+        }
         steps = [r.per_step for r in runs[names[3]] if r.per_step is not None]
         rows.append(
             {
                 "kind": kind,
                 "tokens_per_second": medians,
+                "ratios": ratios,
                 "spread": spread,
                 "tokens_per_step": statistics.mean(steps),
                 "all_tokens_equal": equal,
@@ -144,8 +155,8 @@ def table(rows: list[dict[str, Any]], names: list[str], *, header: bool) -> str:
         lines.append(
             f"| {row['kind']} | "
             + " | ".join(f"{r:.1f}" for r in rate)
-            + f" | {rate[3] / rate[2]:.2f} | {rate[3] / rate[1]:.2f} | {rate[2] / rate[0]:.2f} "
-            f"| {row['tokens_per_step']:.2f} | {'yes' if row['all_tokens_equal'] else 'no'} |"
+            + "".join(f" | {ratio:.2f}" for ratio in row["ratios"].values())
+            + f" | {row['tokens_per_step']:.2f} | {'yes' if row['all_tokens_equal'] else 'no'} |"
         )
     return "\n".join(lines)
 
@@ -154,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.json")
+    parser.add_argument("--kinds", nargs="+", help="kinds of prompts; without it, all")
     parser.add_argument("--speculative-config", default="ngram:num_speculative_tokens=5")
     parser.add_argument("--lookup", type=int, default=5, help="transformers' prompt lookup tokens")
     parser.add_argument("--tokens", type=int, default=128)
