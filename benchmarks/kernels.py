@@ -45,11 +45,12 @@ class Case:
     temperature: float
     top_p: float = 1.0
     dense_q: bool = False
+    lse: bool = False  # q comes with the log-sum-exp of its rows
 
     def floor(self, batch: int, drafts: int, vocab: int, size: int) -> int:
         """Bytes that have to be read at least."""
         rows = batch * (drafts + 1)
-        draft_rows = batch * drafts if self.dense_q else 0
+        draft_rows = batch * drafts if self.dense_q and not self.lse else 0
         again = 0
         if self.method in ("standard", "block"):
             again = batch * (2 if self.dense_q else 1)  # the row whose draft is refused
@@ -64,8 +65,10 @@ CASES = [
     Case("coupled T=0.7", "coupled", 0.7),
     Case("coupled T=1 top-p 0.95", "coupled", 1.0, top_p=0.95),
     Case("standard dense q T=1", "standard", 1.0, dense_q=True),
+    Case("standard dense q with lse T=1", "standard", 1.0, dense_q=True, lse=True),
     Case("standard one-hot T=1", "standard", 1.0),
     Case("block dense q T=1", "block", 1.0, dense_q=True),
+    Case("block dense q with lse T=1", "block", 1.0, dense_q=True, lse=True),
     Case("standard dense q T=1 top-p 0.95", "standard", 1.0, top_p=0.95, dense_q=True),
 ]
 
@@ -115,7 +118,8 @@ def inputs(case: Case, batch: int, drafts: int, vocab: int, seed: int) -> Inputs
     if case.dense_q:
         noise = torch.empty(batch, drafts, vocab, dtype=torch.bfloat16, device=DEVICE)
         noise.normal_(0, 0.5, generator=generator)
-        q = DenseQ(logits.view(batch, drafts + 1, vocab)[:, :drafts] + noise)
+        cache = logits.view(batch, drafts + 1, vocab)[:, :drafts] + noise
+        q = DenseQ(cache, cache.float().logsumexp(-1) if case.lse else None)
     return Inputs(
         logits=logits,
         logits_start=torch.arange(0, rows + 1, drafts + 1, device=DEVICE),

@@ -175,14 +175,17 @@ class Answers:
             form = f"a {self._q.__name__}" if self._q else "None, for it declares no form of q,"
             raise self._wrong("propose", f"q of type {type(q).__name__}; {form}")
         for name, value in q._asdict().items():
+            if name == "lse" and value is None:
+                continue
             if not isinstance(value, torch.Tensor):
                 raise self._wrong("propose", f"q.{name} of type {type(value).__name__}; a tensor")
-            if value.ndim != 3 or value.shape[0] != slots or value.shape[1] < k:
+            sizes = [f"{slots} slots", f"{k} or more", *([] if name == "lse" else ["..."])]
+            if value.ndim != len(sizes) or value.shape[0] != slots or value.shape[1] < k:
                 raise self._wrong(
                     "propose",
-                    f"q.{name} of shape {list(value.shape)}; [{slots} slots, {k} or more, ...]",
+                    f"q.{name} of shape {list(value.shape)}; [{', '.join(sizes)}]",
                 )
-            kind = torch.int64 if name == "ids" else None
+            kind = {"ids": torch.int64, "lse": torch.float32}.get(name)
             if not (value.dtype is kind if kind else value.is_floating_point()):
                 raise self._wrong(
                     "propose", f"q.{name} of dtype {value.dtype}; {kind or 'a float dtype'}"

@@ -109,6 +109,9 @@ class Arguments:
         """Check the drafts' law, if there is one. Its cache may have more columns than drafts."""
         if isinstance(value, DenseQ):
             self.logits("q.logits", value.logits, "slots columns Vd")
+            if value.lse is not None:
+                self.tensor("q.lse", value.lse, "slots lse_columns", torch.float32)
+                self.at_least_drafts("q.lse", "lse_columns")
         elif isinstance(value, SparseQ):
             self.tensor("q.ids", value.ids, "slots columns C", torch.int64)
             self.logits("q.logits", value.logits, "slots columns C")

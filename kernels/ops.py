@@ -39,11 +39,14 @@ def verify(
     edits: EditInputs | None,
 ) -> Verified:
     """`specdec_kernels.verify` as an operator."""
+    if not (q is None or isinstance(q, DenseQ | SparseQ)):
+        raise TypeError(f"verify: q must be None, DenseQ or SparseQ, not {type(q).__name__}")
     ids = q.ids if isinstance(q, SparseQ) else None
+    lse = q.lse if isinstance(q, DenseQ) else None
     law = None if q is None else q.logits
     tokens, count, rows, empty = _verify(
         logits, logits_start, draft_tokens, positions, slots, list(sampling),
-        method, law, ids, acceptance_rates, truncate, *_apart(edits),
+        method, law, ids, lse, acceptance_rates, truncate, *_apart(edits),
     )  # fmt: skip
     return Verified(tokens, count, rows, None if edits is None else empty)
 
@@ -79,6 +82,11 @@ def sample_draft(
     groups = members = None
     targets = vocab_map
     if vocab_map is not None and not isinstance(vocab_map, Tensor):
+        if vocab_size not in (None, vocab_map.vocab_size):
+            raise ValueError(
+                f"sample_draft: vocab_size is {vocab_size}; vocab_map was made for "
+                f"{vocab_map.vocab_size}"
+            )
         targets, groups, members, vocab_size = vocab_map
     ids, kept = (None, None) if candidates is None else candidates
     tokens: Tensor = _sample_draft(
@@ -135,21 +143,22 @@ def _together(
     mutates_args=(),
     schema=(
         "(Tensor logits, Tensor logits_start, Tensor draft_tokens, Tensor positions, Tensor slots, "
-        f"{_SAMPLING}, str method, Tensor? q_logits, Tensor? q_ids, Tensor? acceptance_rates, "
-        f"bool truncate, {_EDITS}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"{_SAMPLING}, str method, Tensor? q_logits, Tensor? q_ids, Tensor? q_lse, "
+        f"Tensor? acceptance_rates, bool truncate, {_EDITS}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _verify(
     logits: Tensor, logits_start: Tensor, draft_tokens: Tensor, positions: Tensor, slots: Tensor,
     sampling: Sequence[Tensor],
-    method: str, q_logits: Tensor | None, q_ids: Tensor | None, acceptance_rates: Tensor | None,
-    truncate: bool, edits: Sequence[Tensor], grammar: Tensor | None, grammar_start: Tensor | None,
+    method: str, q_logits: Tensor | None, q_ids: Tensor | None, q_lse: Tensor | None,
+    acceptance_rates: Tensor | None, truncate: bool,
+    edits: Sequence[Tensor], grammar: Tensor | None, grammar_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from specdec_kernels import verify
 
     q: DenseQ | SparseQ | None = None
     if q_logits is not None:
-        q = DenseQ(q_logits) if q_ids is None else SparseQ(q_ids, q_logits)
+        q = DenseQ(q_logits, q_lse) if q_ids is None else SparseQ(q_ids, q_logits)
     found = verify(
         logits, logits_start, draft_tokens, positions, slots, Sampling(*sampling),
         method=method, q=q, acceptance_rates=acceptance_rates, truncate=truncate,

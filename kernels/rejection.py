@@ -162,6 +162,9 @@ def _log_q(given: Given, slots: Tensor, column: Tensor, draft: Tensor) -> Tensor
         cached = given.q.logits[slots, column, :vocab]
         weights = tempered(cached, slots, given.sampling)
         weights = pad(weights, (0, vocab - weights.shape[1]), value=-inf)
+        if given.q.lse is not None:
+            total = given.q.lse[slots, column]
+            return _or_certain(weights - total[:, None], ~total.isfinite(), draft)
     else:
         ids = given.q.ids[slots, column]
         known = (ids >= 0) & (ids < vocab)
@@ -169,7 +172,11 @@ def _log_q(given: Given, slots: Tensor, column: Tensor, draft: Tensor) -> Tensor
         weights = kept.new_full((len(slots), vocab), -inf)
         weights = weights.scatter_reduce_(1, ids.where(known, 0), kept, "amax")
     log_q = weights.log_softmax(-1)
-    lawless = log_q.isnan().any(-1)
+    return _or_certain(log_q, log_q.isnan().any(-1), draft)
+
+
+def _or_certain(log_q: Tensor, lawless: Tensor, draft: Tensor) -> Tensor:
+    """log_q, and of rows that are no law that of a certain draft."""
     certain = torch.full_like(log_q[lawless], -inf)
     log_q[lawless] = certain.scatter_(1, draft[lawless][:, None], 0.0)
     return log_q

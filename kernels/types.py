@@ -79,9 +79,13 @@ class DenseQ(NamedTuple):
     logits: any float dtype [slots, K or more, Vd], as the drafter drew from them, *before*
         temperature. Vd may differ from the target's V: the law is the softmax over the ids that
         both have, and 0 elsewhere.
+    lse: float32 [slots, K or more], or None: the log-sum-exp of those ids' logits over temperature,
+        as `sample_draft` writes it. With it no row of q is read for its sum. -inf, +inf and NaN
+        make the row no law: the draft counts as certain, which is exact for any draft.
     """
 
     logits: Tensor
+    lse: Tensor | None = None
 
 
 class SparseQ(NamedTuple):

@@ -504,6 +504,7 @@ GOOD_SPARSE = SparseQ(ints(SLOTS, K, 4), torch.zeros(SLOTS, K, 4))
         # a dimension of one entry has no order, and the others may lie as they like
         (DENSE, DenseQ(torch.zeros(SLOTS, 1, K).transpose(1, 2))),
         (DENSE, DenseQ(torch.zeros(K, SLOTS, VOCAB).transpose(0, 1))),
+        (DENSE, GOOD_DENSE._replace(lse=torch.zeros(SLOTS, K))),
     ],
 )
 def test_q_of_the_declared_form_is_taken(capabilities: Capabilities, q: Any) -> None:
@@ -530,6 +531,13 @@ def test_q_of_the_declared_form_is_taken(capabilities: Capabilities, q: Any) -> 
         ),
         (DENSE, DenseQ(torch.zeros(SLOTS, K)), "q.logits of shape [5, 2]; [5 slots, 2 or more"),
         (DENSE, DenseQ(torch.zeros(SLOTS, K, 2, device=META)), "q.logits on meta; cpu is"),
+        (DENSE, DenseQ(GOOD_DENSE.logits, 1.0), "q.lse of type float; a tensor is expected"),  # type: ignore[arg-type]
+        (DENSE, GOOD_DENSE._replace(lse=torch.zeros(SLOTS, K, 1)), "q.lse of shape [5, 2, 1]; [5"),
+        (
+            DENSE,
+            GOOD_DENSE._replace(lse=torch.zeros(SLOTS, K).double()),
+            "q.lse of dtype torch.float64; torch.float32 is expected",
+        ),
         (SPARSE, SparseQ(ints(3, K, 4), torch.zeros(SLOTS, K, 4)), "q.ids of shape [3, 2, 4]"),
         (
             DENSE,

@@ -12,7 +12,7 @@ from specdec.errors import PLUGIN_ERRORS, SpecdecError, SpeculatorError, blame
 from specdec.legality import Agreement
 from specdec.length_policy import LengthPolicy
 from specdec.runner.batch import Batch
-from specdec.runner.isolation import Failures, join, one_by_one, only, only_outputs
+from specdec.runner.isolation import Failures, join, one_by_one, only, only_outputs, parts
 from specdec.runner.sampling import draw
 from specdec.runner.state import Slots
 from specdec.session import Session
@@ -120,7 +120,7 @@ class Drafting:
             slot = int(step.slots[request])
             return Draft(
                 tokens=draft.tokens[0].clone(),
-                q=None if draft.q is None else type(draft.q)(*(p[slot].clone() for p in draft.q)),
+                q=None if draft.q is None else parts(draft.q, lambda part: part[slot].clone()),
             )
 
         try:

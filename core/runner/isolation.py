@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.errors import SpecdecError
 from specdec.types import Draft, HostStep, Step, TargetOutputs
+from specdec_kernels import DenseQ, SparseQ
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -92,14 +93,22 @@ def join(step: Step, drafts: Mapping[int, Draft], k: int) -> Draft:
     for request, draft in drafts.items():
         tokens[request] = draft.tokens
     laws = {int(step.slots[b]): d.q for b, d in drafts.items() if d.q is not None}
-    shapes = {tuple(part.shape for part in law) for law in laws.values()}
+    shapes = {tuple(part if part is None else part.shape for part in x) for x in laws.values()}
     if len(laws) < len(drafts) or len(shapes) != 1:
         # judged as if they were certain, drafts of any law leave the output exact
         return Draft(tokens=tokens)
     first = next(iter(laws.values()))
     slots = step.state.length.shape[0]
-    whole = type(first)(*(part.new_zeros((slots, *part.shape)) for part in first))
+    whole = parts(first, lambda part: part.new_zeros((slots, *part.shape)))
     for slot, law in laws.items():
         for into, part in zip(whole, law, strict=True):
-            into[slot] = part
+            if into is not None and part is not None:
+                into[slot] = part
     return Draft(tokens=tokens, q=whole)
+
+
+def parts(law: DenseQ | SparseQ, of: Callable[[Tensor], Tensor]) -> DenseQ | SparseQ:
+    """The law with something made of each of its tensors."""
+    if isinstance(law, SparseQ):
+        return SparseQ(*map(of, law))
+    return DenseQ(of(law.logits), None if law.lse is None else of(law.lse))

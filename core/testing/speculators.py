@@ -229,6 +229,7 @@ class BigramSpeculator(Speculator):
         candidates = self.options.candidates
         device = self.table.device
         self.logits = torch.zeros(*shape, self.table.shape[1], device=device)
+        self.lse = torch.zeros(shape, device=device)
         self.ids = torch.zeros(*shape, candidates, dtype=torch.int64, device=device)
         self.kept = torch.zeros(*shape, candidates, device=device)
 
@@ -253,12 +254,15 @@ class BigramSpeculator(Speculator):
                 how=self.how,
                 column=column,
                 vocab_size=self.table.shape[1],
+                lse=None if self.how == "greedy" else self.lse,
             )
             tokens[:, column] = drawn
             last = drawn.clamp(min=0)  # -1 for padding
         q: DenseQ | SparseQ | None = None
         if self.needs_q:
-            q = SparseQ(self.ids, self.kept) if self.options.candidates else DenseQ(self.logits)
+            q = DenseQ(self.logits, self.lse)
+            if self.options.candidates:
+                q = SparseQ(self.ids, self.kept)
         return Draft(tokens=tokens, q=q)
 
 

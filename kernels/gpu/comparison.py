@@ -26,6 +26,8 @@ class _Law(NamedTuple):
     """q as the kernels take it."""
 
     arguments: tuple[Any, ...]  # logits, strides, ids, strides, candidates
+    lse: tuple[Any, ...]  # the tensor, strides
+    sums: int  # how they are known
     kind: int
     vocab: int
     candidates: int  # a power of two
@@ -33,17 +35,23 @@ class _Law(NamedTuple):
 
 def _law(q: DenseQ | SparseQ | None, rows: Rows) -> _Law:
     vocab = rows.logits.shape[1]
+    none: tuple[Any, ...] = (rows.slots, 0, 0)
+    unknown = laws.NO_SUMS.value
     if q is None:
-        arguments = (rows.logits, 0, 0, rows.slots, 0, 0, 0)
-        return _Law(arguments, laws.NO_Q.value, vocab, 1)
+        arguments = (rows.logits, 0, 0, *none, 0)
+        return _Law(arguments, none, unknown, laws.NO_Q.value, vocab, 1)
     logits = (q.logits, q.logits.stride(0), q.logits.stride(1))
     if isinstance(q, DenseQ):
         shared = min(vocab, q.logits.shape[2])
-        return _Law((*logits, rows.slots, 0, 0, 0), laws.DENSE.value, shared, 1)
+        lse, sums = none, laws.ROWS.value
+        if q.lse is not None:
+            lse, sums = (q.lse, *q.lse.stride()), laws.GIVEN.value
+        return _Law((*logits, *none, 0), lse, sums, laws.DENSE.value, shared, 1)
     ids = q.ids if q.ids.stride(2) == 1 else q.ids.contiguous()
     count = ids.shape[2]
     arguments = (*logits, ids, ids.stride(0), ids.stride(1), count)
-    return _Law(arguments, laws.SPARSE.value, vocab, triton.next_power_of_2(count))
+    width = triton.next_power_of_2(count)
+    return _Law(arguments, none, unknown, laws.SPARSE.value, vocab, width)
 
 
 def compare(
@@ -86,8 +94,8 @@ def compare(
             )  # fmt: skip
     rejection.test_statistics[(tiles, drafts + 1, batch)](
         *chains, rows.positions, slots, sampling.stream, temperature, cuts, *law.arguments[:3],
-        tops, scores, choices, totals, q_tops, q_totals, vocab, law.vocab, drafts, tiles,
-        rows.tables, CUT=truncate, DENSE_Q=dense, DRAW=not truncate, KP=sizes["KP"], TILE=tile,
+        *law.lse, tops, scores, choices, totals, q_tops, q_totals, vocab, law.vocab, drafts, tiles,
+        rows.tables, CUT=truncate, Q_SUMS=law.sums, DRAW=not truncate, KP=sizes["KP"], TILE=tile,
         LARGEST_RAW=largest_of(rows.dtype), num_warps=WARPS, maxnreg=rows.registers,
     )  # fmt: skip
     masses, masses_each = tops, tiles

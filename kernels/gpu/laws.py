@@ -13,6 +13,11 @@ from specdec_kernels.gpu.edit_values import edited_ids, row_edits
 from specdec_kernels.gpu.rows import NOTHING, cleaned, reference_of, relative
 from specdec_kernels.gpu.truncation import log_weight
 
+# How the drafts' law is known: nothing to read, its rows, or their log-sum-exp.
+NO_SUMS = tl.constexpr(0)
+ROWS = tl.constexpr(1)
+GIVEN = tl.constexpr(2)
+
 # What q is: all on the draft, over the whole vocabulary, or over a few candidates.
 NO_Q = tl.constexpr(0)
 DENSE = tl.constexpr(1)

@@ -19,10 +19,11 @@ from specdec_kernels.gpu.coupled import (
     winning_tiles,
 )
 from specdec_kernels.gpu.edit_values import row_edits
-from specdec_kernels.gpu.laws import NO_Q, tested_laws
+from specdec_kernels.gpu.laws import GIVEN, NO_Q, ROWS, tested_laws
 from specdec_kernels.gpu.noise import ACCEPT, key, unit, word
 from specdec_kernels.gpu.rows import (
     GREEDY,
+    INFINITE,
     LOG2E,
     NOTHING,
     chain_length,
@@ -67,15 +68,15 @@ def row_cuts(
 @triton.jit
 def test_statistics(
     logits, row_stride, logits_start, draft_tokens, draft_stride, positions, slots, streams,
-    temperatures, cuts, q_logits, q_slot, q_column, tops, scores, choices, totals, q_tops, q_totals,
-    vocab, q_vocab, K, TILES, tables,
-    CUT: tl.constexpr, DENSE_Q: tl.constexpr, DRAW: tl.constexpr,
+    temperatures, cuts, q_logits, q_slot, q_column, lse, lse_slot, lse_column,
+    tops, scores, choices, totals, q_tops, q_totals, vocab, q_vocab, K, TILES, tables,
+    CUT: tl.constexpr, Q_SUMS: tl.constexpr, DRAW: tl.constexpr,
     KP: tl.constexpr, TILE: tl.constexpr, LARGEST_RAW: tl.constexpr,
 ):  # fmt: skip
     """One tile of one row, into [B * (K + 1), TILES]: the sums that tests need, or a draw.
 
     Of greedy requests the winner; of the row after all drafts a draw, if DRAW says so; of rows that
-    test a draft the largest log-weight and the sum, of p and of dense q.
+    test a draft the largest log-weight and the sum, of p and, as Q_SUMS says, of dense q.
     """
     tile = tl.program_id(0)
     local = tl.program_id(1)
@@ -105,12 +106,18 @@ def test_statistics(
             top = tl.max(z)
             tl.store(tops + out, top)
             tl.store(totals + out, tl.sum(tl.exp2(z * LOG2E - reference_of(top))))
-            if DENSE_Q:
+            if Q_SUMS == ROWS:
                 there = q_logits + slot * q_slot + local * q_column
                 y = scaled(there, ids, ids < q_vocab, temperature, None)
                 q_top = tl.max(y)
                 tl.store(q_tops + out, q_top)
                 tl.store(q_totals + out, tl.sum(tl.exp2(y * LOG2E - reference_of(q_top))))
+            elif Q_SUMS == GIVEN:
+                # as if the first tile had it all
+                value = tl.load(lse + slot * lse_slot + local * lse_column)
+                known = (tl.abs(value) < INFINITE) & (tile == 0)
+                tl.store(q_tops + out, tl.where(known, value, NOTHING))
+                tl.store(q_totals + out, tl.where(known, 1.0, 0.0))
 
 
 @triton.jit

@@ -85,6 +85,8 @@ def arguments(make_sampling: MakeSampling) -> dict[str, Any]:
             ValueError,
             r"q.logits .*\[slots, columns, Vd\] with sl",
         ),
+        ("q", DenseQ(torch.zeros(2, 2, 5), torch.zeros(2, 1)), ValueError, "q.lse has 1 columns"),
+        ("q", DenseQ(torch.zeros(2, 2, 5), torch.zeros(2, 2).double()), TypeError, "q.lse has dty"),
         ("q", DenseQ(torch.zeros(2, 2, 5).int()), TypeError, "q.logits has dtype torch.int32"),
         (
             "q",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,7 @@ def laws() -> dict[str, Any]:
     ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:4] for _ in range(4)])
     return {
         "dense": DenseQ(torch.randn(2, 2, VOCAB, generator=generator)),
+        "dense, summed": DenseQ(torch.zeros(2, 2, VOCAB), torch.full((2, 2), math.log(VOCAB))),
         "sparse": SparseQ(ids.view(2, 2, 4), torch.randn(2, 2, 4, generator=generator)),
         "none": None,
     }
@@ -65,6 +67,7 @@ def laws() -> dict[str, Any]:
         ("standard", "dense"),
         ("block", "sparse"),
         ("standard", "none"),
+        ("standard", "dense, summed"),
         ("synthetic", "dense"),
     ],
 )
@@ -196,13 +199,13 @@ def test_operators_keep_what_they_promise(make_sampling: MakeSampling) -> None:
     logits, slots = given["logits"][:2].clone(), torch.arange(2)
     two = (logits, slots, slots, list(given["sampling"]))
     written = [torch.zeros(2, 2, 4).long(), torch.zeros(2, 2, 4), torch.zeros(2, 2)]
-    q = laws()["dense"].logits
+    q, lse = laws()["dense, summed"]
     edits = [torch.zeros(2, 9).long(), torch.ones(2).long(), *asked_edits()]
     for op, args in (
-        (ops.verify, (*flat, "coupled", None, None, None, True, [], None, None)),
+        (ops.verify, (*flat, "coupled", None, None, None, None, True, [], None, None)),
         (
             ops.verify,
-            (*flat, "standard", q, None, None, False, edits, None, None),
+            (*flat, "standard", q, None, lse, None, False, edits, None, None),
         ),
         (ops.sample, (*two, True, [], None, None)),
         (ops.sample_draft, (*two, "coupled", 0, None, None, None, None, *written)),

@@ -262,6 +262,30 @@ def test_a_draft_from_a_law_without_candidates_counts_as_certain(
     assert all(map(torch.equal, batch.verify(method)[:3], expected[:3]))
 
 
+@pytest.mark.parametrize("method", ["standard", "block", "synthetic"])
+def test_a_given_log_sum_exp_is_the_one_that_rows_would_be_read_for(method: str) -> None:
+    batch = Batch([3] * 40, 2, 30, mixed=False)
+    expected = batch.verify(method)
+    temperature = batch.sampling.temperature.clamp(min=1e-5)[:, None, None]
+    lse = (batch.q.logits / temperature).logsumexp(-1)
+    batch.q = DenseQ(batch.q.logits, lse)
+    assert all(map(torch.equal, batch.verify(method)[:3], expected[:3]))
+    # and it is what the law is made of: another sum is another law
+    batch.q = DenseQ(batch.q.logits, lse + 2)
+    assert not torch.equal(batch.verify(method).tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("unknown", [-inf, inf, nan])
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_a_draft_whose_sum_is_no_number_counts_as_certain(method: str, unknown: float) -> None:
+    batch = Batch([3] * 20, 2, 5, mixed=False)
+    logits = batch.q.logits
+    batch.q = None  # type: ignore[assignment]
+    expected = batch.verify(method)
+    batch.q = DenseQ(logits, torch.full((23, 2), unknown))
+    assert all(map(torch.equal, batch.verify(method)[:3], expected[:3]))
+
+
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_equal_laws_accept_everything_and_leave_a_defined_residual(
     make_sampling: MakeSampling, method: str, monkeypatch: pytest.MonkeyPatch

@@ -230,6 +230,13 @@ def test_joined_drafts_keep_each_requests_tokens_and_law() -> None:
     assert joined.tokens.tolist() == [[1, 2], [-1, -1], [3, -1], [-1, -1]]
     assert isinstance(joined.q, DenseQ)
     assert joined.q.logits[:, 0, 0].tolist() == [0.0, 0.0, 0.5, 1.5, 0.0]
+    for law, draft in drafts.items():
+        assert isinstance(draft.q, DenseQ)
+        drafts[law] = Draft(draft.tokens, draft.q._replace(lse=torch.tensor([1.0, 2.0]) * law))
+    joined = join(step, drafts, 2)
+    assert isinstance(joined.q, DenseQ)
+    assert joined.q.lse is not None
+    assert joined.q.lse.tolist() == [[0, 0], [0, 0], [0, 0], [2, 4], [0, 0]]
     # laws that cannot be put together are left out, which every rule survives
     drafts[2] = Draft(drafts[2].tokens, DenseQ(torch.zeros(2, 6)))
     assert join(step, drafts, 2).q is None

@@ -16,7 +16,7 @@ from specdec_kernels import DenseQ, Sampling, SparseQ, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 METHODS = ["standard", "block", "synthetic"]
-LAWS = ["one-hot", "dense", "sparse"]
+LAWS = ["one-hot", "dense", "dense, summed", "sparse"]
 
 
 class Call(NamedTuple):
@@ -75,10 +75,16 @@ def ragged(dice: random.Random, *, law: str, wild: bool, truncate: bool) -> list
         at[0] = -1
     drafts = torch.randint(0, vocab, (batch, k))
     q: DenseQ | SparseQ | None = None
-    if law == "dense":
-        q = DenseQ(dense(dice, logits, start, at, k, slots))
+    if law.startswith("dense"):
+        cache = dense(dice, logits, start, at, k, slots)
         if wild:
-            spoil(q.logits, dice, [nan, -inf])
+            spoil(cache, dice, [nan, -inf])
+        q = DenseQ(cache)
+        if law == "dense, summed":
+            q = summed(q, vocab, sampling)
+            assert q.lse is not None
+            if wild and k:
+                spoil(q.lse, dice, [nan, -inf, inf])
     elif law == "sparse" and k:
         count = dice.choice([1, 2, 5])
         ids = torch.rand(slots, k, max(vocab, count)).argsort(-1)[..., :count]
@@ -90,6 +96,13 @@ def ragged(dice: random.Random, *, law: str, wild: bool, truncate: bool) -> list
         drafts[dice.randrange(batch), dice.randrange(k)] = dice.choice([-1, vocab, vocab + 5, -7])
     positions = torch.randint(0, 2**32, (len(logits),))
     return [(logits, start, drafts, positions, at, sampling), q, torch.rand(k + 1)]
+
+
+def summed(q: DenseQ, vocab: int, sampling: Sampling) -> DenseQ:
+    """The same law, with the log-sum-exp of its rows."""
+    temperature = sampling.temperature.where(sampling.temperature > 0, 1.0)[:, None, None]
+    weights = q.logits[..., :vocab].float() / temperature
+    return DenseQ(q.logits, weights.nan_to_num(nan=-inf, neginf=-inf).logsumexp(-1))
 
 
 def dense(
@@ -113,7 +126,8 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Sampling | DenseQ | SparseQ):
-        return type(value)(*(moved(x, device) for x in value))
+        fields: list[Any] = [None if x is None else moved(x, device) for x in value]
+        return type(value)(*fields)
     return tuple(moved(x, device) for x in value) if isinstance(value, tuple) else value
 
 
@@ -212,7 +226,9 @@ def test_tokens_are_those_of_the_reference_at_the_size_of_models(
     slots = torch.arange(batch, device=device)
     positions = torch.arange(len(rows), device=device)
     best, ids = cache.topk(64)
-    q = {"dense": DenseQ(cache.bfloat16()), "sparse": SparseQ(ids, best), "one-hot": None}[law]
+    wide = DenseQ(cache.bfloat16())
+    laws = {"dense": wide, "dense, summed": summed(wide, vocab, sampling)}
+    q = {**laws, "sparse": SparseQ(ids, best), "one-hot": None}[law]
     call = Call((rows, start, drafts, positions, slots, sampling), q, None)
     out = call.verify(kernels, method, truncate=False)
     want = call.verify(reference, method, truncate=False)
