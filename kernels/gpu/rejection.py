@@ -230,11 +230,9 @@ def settle_tests(
     temperature = tl.load(temperatures + there)
     stream = tl.load(streams + there)
     tested = column < length
-    uniform = tl.zeros((KP,), tl.float32)
-    if RULE == SYNTHETIC:
-        position = tl.load(positions + first + column, mask=tested, other=0)
-        a, b = key(stream, position, column, ACCEPT)
-        uniform = unit(word(a, b, column * 0))
+    position = tl.load(positions + first + column, mask=tested, other=0)
+    a, b = key(stream, position, column, ACCEPT)
+    uniform = unit(word(a, b, column * 0))
     accepted = tl.full((), 0, tl.int32)
     token = tl.full((), -1, tl.int64)
     refusal = tl.full((), -1, tl.int32)
@@ -255,21 +253,17 @@ def settle_tests(
             CUT, Q, KP, TP, TILE, CP,
         )  # fmt: skip
         joint = tl.zeros((KP,), tl.float32)
-        if RULE == SYNTHETIC:
-            passed = tested & (uniform < tl.load(rates + column, mask=tested, other=0.0))
-            accepted = tl.min(tl.where(passed, KP, column))
+        if RULE == BLOCK:
+            joint = joint_ratios(ratio, length, KP)
+            threshold = block_thresholds(joint, ratio, at, length, masses, PARTS, Q, KP, TP)
+            passed = tested & (uniform <= threshold)
+            accepted = tl.max(tl.where(passed, column + 1, 0))
         else:
-            position = tl.load(positions + first + column, mask=tested, other=0)
-            a, b = key(stream, position, column, ACCEPT)
-            uniform = unit(word(a, b, column * 0))
             if RULE == STANDARD:
                 passed = tested & (ratio > tl.log2(uniform))
-                accepted = tl.min(tl.where(passed, KP, column))
             else:
-                joint = joint_ratios(ratio, length, KP)
-                threshold = block_thresholds(joint, ratio, at, length, masses, PARTS, Q, KP, TP)
-                passed = tested & (uniform <= threshold)
-                accepted = tl.max(tl.where(passed, column + 1, 0))
+                passed = tested & (uniform < tl.load(rates + column, mask=tested, other=0.0))
+            accepted = tl.min(tl.where(passed, KP, column))
         if accepted < length:
             refusal = accepted
             chosen = column == accepted
