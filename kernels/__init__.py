@@ -324,6 +324,8 @@ def process_logits(logits: Tensor, slots: Tensor, sampling: Sampling) -> Tensor:
     >>> process_logits(torch.tensor([[0.0, 3.0, 1.0, 1.0]]), torch.tensor([0]), sampling)
     tensor([[-inf, 6., 2., 2.]])
     """
+    if torch.compiler.is_compiling():
+        return ops.process_logits(logits, slots, sampling)
     check = Arguments("process_logits", device_of("process_logits", "logits", logits))
     check.logits("logits", logits, "R V")
     check.tensor("slots", slots, "R", torch.int64)

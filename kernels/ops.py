@@ -96,6 +96,12 @@ def sample_draft(
     return tokens
 
 
+def process_logits(logits: Tensor, slots: Tensor, sampling: Sampling) -> Tensor:
+    """`specdec_kernels.process_logits` as an operator."""
+    processed: Tensor = _process_logits(logits, slots, list(sampling))
+    return processed
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, n: int) -> list[Tensor]:
     """The fields of what `specdec_kernels.token_logprobs` gives, by an operator."""
     return list(_token_logprobs(logits, tokens, n))
@@ -230,6 +236,22 @@ def _sample_draft(
 @_sample_draft.register_fake
 def _(logits: Tensor, positions: Tensor, slots: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(slots, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "specdec::process_logits",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor slots, {_SAMPLING}) -> Tensor",
+)
+def _process_logits(logits: Tensor, slots: Tensor, sampling: Sequence[Tensor]) -> Tensor:
+    from specdec_kernels import process_logits
+
+    return process_logits(logits, slots, Sampling(*sampling))
+
+
+@_process_logits.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(

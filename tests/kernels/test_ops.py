@@ -18,6 +18,7 @@ from specdec_kernels import (
     SparseQ,
     draft_vocabulary,
     edit_logits,
+    process_logits,
     sample,
     sample_draft,
     token_logprobs,
@@ -142,6 +143,16 @@ def test_drafts_are_traced_whole_and_written(make_sampling: MakeSampling, mapped
     assert compiled[2][:, 1].all()
 
 
+def test_the_law_of_rows_is_traced_whole(make_sampling: MakeSampling) -> None:
+    logits, slots, sampling = torch.randn(3, VOCAB), torch.tensor([0, 1, -1]), make_sampling(2)
+    sampling = sampling._replace(top_k=torch.tensor([3, 0]))
+
+    def step(logits: Tensor) -> Tensor:
+        return process_logits(logits + 1, slots, sampling)
+
+    assert torch.equal(traced(step)(logits), step(logits))
+
+
 def test_logprobs_are_traced_whole() -> None:
     logits, tokens = torch.randn(3, VOCAB), torch.tensor([0, 7, -1])
 
@@ -209,6 +220,7 @@ def test_operators_keep_what_they_promise(make_sampling: MakeSampling) -> None:
         ),
         (ops.sample, (*two, True, [], None, None)),
         (ops.sample_draft, (*two, "coupled", 0, None, None, None, None, *written)),
+        (ops.process_logits, (logits, slots, list(given["sampling"]))),
         (ops.token_logprobs, (logits, slots, 3)),
         (ops.edit_logits, (*rows[:5], edits, None, None)),
     ):
