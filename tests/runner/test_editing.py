@@ -298,7 +298,7 @@ def test_the_models_own_empty_rows_are_not_looked_for(place: Place) -> None:
     batch = decoding(editing.slots, 0)
     nothing = torch.full((1, VOCAB), -torch.inf)
     block = block_of(batch, 1)
-    untouched = Edited(nothing, {}, [], np.empty(0, np.int64))
+    untouched = Edited(nothing)
     assert editing.cut_where_empty(untouched, verdict_of(batch, 1), block) == {}
     assert block.kept.tolist() == [1]
 
