@@ -260,9 +260,7 @@ def _engine(
     rule = agreement.rule.name if agreement else "coupled"
     rates = _rates(config, drafts, target.device) if config else None
 
-    def verify(
-        step: Step, draft: Draft, logits: torch.Tensor, edits: EditInputs | None
-    ) -> Verdict:
+    def verify(step: Step, draft: Draft, logits: torch.Tensor, edits: EditInputs | None) -> Verdict:
         return kernel_verify(
             step, logits, draft.tokens,
             method=rule, q=draft.q, acceptance_rates=rates, edits=edits,

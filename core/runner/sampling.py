@@ -50,6 +50,4 @@ def kernel_verify(
         truncate=step.truncates,
         edits=edits,
     )
-    return KernelVerdict(
-        tokens=found.tokens, count=found.count, rows=found.rows, empty=found.empty
-    )
+    return KernelVerdict(tokens=found.tokens, count=found.count, rows=found.rows, empty=found.empty)
