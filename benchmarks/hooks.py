@@ -132,7 +132,7 @@ def main() -> int:
             speculator,
             label="speculator 'stored'",
             rule=rule,
-            verify=lambda step, draft, logits: verdict,
+            verify=lambda step, draft, logits, edits: verdict,
             vocab_size=VOCAB,
             device=tokens.device,
             capabilities=capabilities,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from specdec.speculator import Speculator
     from specdec.types import Capabilities, Draft, Step, StepReport, TargetOutputs, Verdict
+    from specdec_kernels import EditInputs
 
 HOOKS = ("extract_hidden_states", "propose", "verify", "step_finished")
 
@@ -79,7 +80,8 @@ class Session:
     speculator: an instance; None decodes plainly.
     label: how errors name it, e.g. `speculator 'x' of specdec-plugin-x 0.1.0`.
     rule: the verification method in force.
-    verify: core's own verification, for every rule that the speculator does not bring along.
+    verify: core's own verification, for every rule that the speculator does not bring along. It
+        also edits the logits, as it reads them.
     vocab_size, device: what drafts are checked against.
     capabilities: of the speculator; without them it has no rule of its own.
     observers: instances with the hook `step_finished`.
@@ -94,7 +96,7 @@ class Session:
         *,
         label: str,
         rule: str,
-        verify: Callable[[Step, Draft, Tensor], Verdict],
+        verify: Callable[[Step, Draft, Tensor, EditInputs | None], Verdict],
         vocab_size: int,
         device: torch.device,
         capabilities: Capabilities | None = None,
@@ -201,11 +203,22 @@ class Session:
             return None
         return self._answers.draft(draft, step.batch, k, step.state.length.shape[0])
 
-    def verify(self, step: Step, draft: Draft, logits: Tensor) -> Verdict:
-        """The verdict of the rule in force; checked unless core gave it."""
+    @property
+    def own_rule(self) -> bool:
+        """Whether the rule in force is the speculator's, which reads logits that are edited."""
+        return self._rule is not None
+
+    def verify(
+        self, step: Step, draft: Draft, logits: Tensor, edits: EditInputs | None = None
+    ) -> Verdict:
+        """The verdict of the rule in force; checked unless core gave it.
+
+        edits: for core's rules alone, what is still to be done to the logits.
+        """
         if self._rule is None:
-            drawn: Verdict = self._verify(step, draft, logits)
+            drawn: Verdict = self._verify(step, draft, logits, edits)
             return drawn
+        assert edits is None, "a speculator's rule is given logits that are edited"
         try:
             verdict = self._verify(step=step, draft=draft, logits=logits)
         except PLUGIN_ERRORS as error:

@@ -28,7 +28,7 @@ from specdec import (
 )
 from specdec.session import Session
 from specdec.types import StepReport
-from specdec_kernels import DenseQ, SparseQ
+from specdec_kernels import DenseQ, EditInputs, SparseQ
 
 BATCH, K, VOCAB, SLOTS, ROWS = 3, 2, 16, 5, 7
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ class Ruled(Toy):
         return answered(self.answer)
 
 
-def core_verify(step: Step, draft: Draft, logits: Tensor) -> Verdict:
+def core_verify(step: Step, draft: Draft, logits: Tensor, edits: EditInputs | None) -> Verdict:
     return CORE
 
 
@@ -720,7 +720,7 @@ def test_an_interrupt_passes(hook: str) -> None:
 
 
 def test_what_core_raises_is_not_blamed_on_the_speculator() -> None:
-    def broken(step: Step, draft: Draft, logits: Tensor) -> Verdict:
+    def broken(step: Step, draft: Draft, logits: Tensor, edits: EditInputs | None) -> Verdict:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -39,6 +39,7 @@ from specdec.session import Session
 from specdec.speculator import Speculator
 from specdec.step_counter import StepCounter
 from specdec.types import Capabilities, Draft, Pools, Step, TargetInfo, Verdict
+from specdec_kernels import EditInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -259,10 +260,11 @@ def _engine(
     rule = agreement.rule.name if agreement else "coupled"
     rates = _rates(config, drafts, target.device) if config else None
 
-    def verify(step: Step, draft: Draft, logits: torch.Tensor) -> Verdict:
+    def verify(step: Step, draft: Draft, logits: torch.Tensor, edits: EditInputs | None) -> Verdict:
         return kernel_verify(
-            step, logits, draft.tokens, method=rule, q=draft.q, acceptance_rates=rates
-        )
+            step, logits, draft.tokens,
+            method=rule, q=draft.q, acceptance_rates=rates, edits=edits,
+        )  # fmt: skip
 
     session = Session(
         speculator,

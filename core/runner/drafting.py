@@ -18,6 +18,7 @@ from specdec.runner.state import Slots
 from specdec.session import Session
 from specdec.speculator import Speculator
 from specdec.types import Capabilities, Draft, RequestChanges, Step, TargetOutputs, Verdict
+from specdec_kernels import EditInputs
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -58,12 +59,24 @@ class Drafting:
         except PLUGIN_ERRORS as error:
             raise SpeculatorError(blame(self.session.label, error, "requests_changed")) from error
 
-    def verify(self, batch: Batch, logits: Tensor) -> tuple[Verdict, Failures]:
-        """Judge the drafts under test; requests without any are given a plain draw."""
+    def reads_logits(self, batch: Batch) -> bool:
+        """Whether the speculator's own rule judges this step: it is given edited logits."""
+        return self.session.own_rule and batch.drafts.shape[1] > 0
+
+    def verify(
+        self, batch: Batch, logits: Tensor, edits: EditInputs | None
+    ) -> tuple[Verdict, Failures]:
+        """Judge the drafts under test; requests without any are given a plain draw.
+
+        edits: what is still to be done to the logits; None where `reads_logits`.
+        """
         step = batch.step
         if not batch.drafts.shape[1]:
-            return draw(step, logits), {}
+            return draw(step, logits, edits), {}
         draft = Draft(tokens=batch.drafts, q=self._last.q if self._last is not None else None)
+
+        if not self.session.own_rule:
+            return self.session.verify(step, draft, logits, edits), {}
 
         def alone(request: int) -> Verdict:
             read, end = (int(x) for x in step.logits_start[request : request + 2])

@@ -28,7 +28,7 @@ _FIELDS: dict[str, tuple[type[np.generic], float, int]] = {
 
 
 class EditArrays:
-    """The edits of every slot. The host owns them; `edits` is what `edit_logits` reads.
+    """The edits of every slot. The host owns them; `edits` is what the kernels read.
 
     num_slots: places, the one that belongs to nobody included. vocab_size: stop ids from there on
     are dropped: a model may name an end that its head does not have.

@@ -1,4 +1,8 @@
-"""Edits of logits in a step: sampling parameters and logits processors, at every draft row."""
+"""Edits of logits in a step: sampling parameters and logits processors, at every draft row.
+
+Core's rules edit what they read, and no edited logits are made. Logits processors, and the rule of
+a speculator, have to see them: there, `edit_logits` makes them for the whole step.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,11 @@ from specdec.runner.batch import Batch
 from specdec.runner.commit import Block
 from specdec.runner.edit_arrays import EditArrays
 from specdec.runner.isolation import Failures
+from specdec.runner.sampling import KernelVerdict
 from specdec.runner.sequence import Sequence
 from specdec.runner.state import Slots
 from specdec.types import Verdict
-from specdec_kernels import edit_logits, empty_rows
+from specdec_kernels import EditInputs, edit_logits, empty_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,18 +31,21 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class Edited:
-    """The logits of a step after all edits.
+    """The logits of a step, and what is still to be done to them.
 
+    inputs: the edits that the kernels make as they read `logits`, which are the target's own; None
+        if nobody asked for any, or if `logits` have them all.
     failed: requests whose processors failed on their first row.
     first_only: requests whose processors failed with drafts in view, but not on the first row: the
     row that fails may never be reached, so one token is drawn and the next step sees.
-    asking: requests of the step that asked for edits, [n]; empty if none did.
+    asking: requests with rows in the step that asked for edits, [n]; empty if none did.
     """
 
     logits: Tensor
-    failed: Failures
-    first_only: list[int]
-    asking: NDArray[np.int64]
+    inputs: EditInputs | None = None
+    failed: Failures = attrs.field(factory=dict)
+    first_only: list[int] = attrs.field(factory=list)
+    asking: NDArray[np.int64] = attrs.field(factory=lambda: np.empty(0, np.int64))
 
 
 class Editing:
@@ -69,34 +77,39 @@ class Editing:
         self.arrays.clear(slot)
         self._processed.pop(slot, None)
 
-    def apply(self, batch: Batch, logits: Tensor) -> Edited:
-        """Edit the logits of a step; they may be overwritten.
+    def apply(self, batch: Batch, logits: Tensor, *, shown: bool = False) -> Edited:
+        """Edit the logits of a step where somebody has to see them, else say what is to be done.
 
-        Rows of requests that ask for nothing keep their bits.
+        shown: whether they are shown to a speculator. Where they are edited here they may be
+        overwritten. Rows of requests that ask for nothing keep their bits.
         """
         if not self.arrays.active:
-            return Edited(logits, {}, [], np.empty(0, np.int64))
+            return Edited(logits)
         which = batch.schedule.slots
-        asking = np.flatnonzero(self.arrays.asks(which))
+        asking = np.flatnonzero(self.arrays.asks(which) & batch.schedule.samples)
         if not len(asking):
-            return Edited(logits, {}, [], asking)
+            return Edited(logits)
         self.arrays.upload()
         step, state = batch.step, batch.step.state
+        # kernels take scratch for as many tokens as they are handed
+        longest = int(self.slots.length[which].max())
+        inputs = EditInputs(state.history[:, :longest], state.prompt_length, self.arrays.edits)
+        processed = [r for r in asking.tolist() if int(which[r]) in self._processed]
+        if not (shown or processed):
+            return Edited(logits, inputs, asking=asking)
         logits = edit_logits(
             logits,
             step.logits_start,
             batch.drafts,
             step.predicted,
             step.slots,
-            history=state.history,
-            prompt_length=state.prompt_length,
-            edits=self.arrays.edits,
+            history=inputs.history,
+            prompt_length=inputs.prompt_length,
+            edits=inputs.edits,
         )
-        edited = Edited(logits, {}, [], asking)
-        for request in asking.tolist():
-            sequence = self._processed.get(int(which[request]))
-            if sequence is not None:
-                self._process(batch, request, sequence, edited)
+        edited = Edited(logits, asking=asking)
+        for request in processed:
+            self._process(batch, request, self._processed[int(which[request])], edited)
         return edited
 
     def _process(self, batch: Batch, request: int, sequence: Sequence, edited: Edited) -> None:
@@ -137,11 +150,8 @@ class Editing:
         asking = [r for r in edited.asking.tolist() if block.kept[r]]
         if not asking:
             return {}
-        rows = verdict.rows[torch.tensor(asking, device=verdict.rows.device)]
-        read = rows >= 0
-        empty = torch.zeros_like(read)
-        empty[read] = empty_rows(edited.logits.index_select(0, rows[read]))
-        columns = empty.cpu().numpy()
+        which = torch.tensor(asking, device=verdict.rows.device)
+        columns = _empty(edited, verdict, which).cpu().numpy()
         failed: Failures = {}
         for request, row in zip(asking, columns, strict=True):
             found = np.flatnonzero(row[: block.kept[request]])
@@ -152,3 +162,16 @@ class Editing:
                     "token"
                 )
         return failed
+
+
+def _empty(edited: Edited, verdict: Verdict, which: Tensor) -> Tensor:
+    """Which tokens of these requests are of rows that exclude every id: bool [n, K + 1]."""
+    if edited.inputs is not None:
+        assert isinstance(verdict, KernelVerdict)
+        assert verdict.empty is not None, "the edits went to no kernel"
+        return verdict.empty[which]
+    rows = verdict.rows[which]
+    read = rows >= 0
+    empty = torch.zeros_like(read)
+    empty[read] = empty_rows(edited.logits.index_select(0, rows[read]))
+    return empty

@@ -159,12 +159,14 @@ class Engine:
         )
         outputs = self.target.forward(batch.rows)
         self.logprobs.keep(batch, outputs.logits)
-        edited = self.editing.apply(batch, outputs.logits)
+        shown = drafting is not None and drafting.reads_logits(batch)
+        edited = self.editing.apply(batch, outputs.logits, shown=shown)
         failed: Failures = {}
+        verdict: Verdict
         if drafting is None:
-            verdict = draw(batch.step, edited.logits)
+            verdict = draw(batch.step, edited.logits, edited.inputs)
         else:
-            verdict, failed = drafting.verify(batch, edited.logits)
+            verdict, failed = drafting.verify(batch, edited.logits, edited.inputs)
         block = cut(batch, verdict, self.slots)
         empty = self.editing.cut_where_empty(edited, verdict, block)
         failed |= edited.failed

@@ -27,6 +27,7 @@ from specdec import (
     Verdict,
 )
 from specdec.session import Session
+from specdec_kernels import EditInputs
 
 pytest.importorskip("specdec_plugin_ngram", reason="specdec-plugin-ngram is not installed")
 
@@ -123,7 +124,7 @@ class Bench:
         )
 
 
-def refuse(step: Step, draft: Draft, logits: torch.Tensor) -> Verdict:
+def refuse(step: Step, draft: Draft, logits: torch.Tensor, edits: EditInputs | None) -> Verdict:
     raise AssertionError("nothing is verified here")
 
 

@@ -26,6 +26,7 @@ from specdec.runner.drafting import Drafting
 from specdec.runner.sequence_logprobs import SequenceLogprobs
 from specdec.testing import OracleSpeculator, WrongSpeculator, tiny_target, toy_target
 from specdec_kernels import edit_logits, reference, rejection
+from specdec_kernels import edits as kernel_edits
 
 VOCAB, K = 32, 4
 EOS = 1
@@ -252,7 +253,7 @@ def break_edits(patch: Patch, how: str) -> None:
             edited[: len(owner)][spared] = before[: len(owner)][spared]
         return edited
 
-    patch.setattr(editing, "edit_logits", broken)
+    patch.setattr(kernel_edits, "edit_logits", broken)
 
 
 class Blind(LogitsRows):
@@ -340,10 +341,10 @@ def break_logprobs(patch: Patch, how: str) -> None:
         rows = verdict.rows.gather(1, torch.zeros_like(verdict.rows) + column)
         record(self, block, attrs.evolve(verdict, rows=rows))
 
-    def late(self: Any, batch: Any, logits: Tensor) -> editing.Edited:
-        edited = apply(self, batch, logits)
+    def late(self: Any, batch: Any, logits: Tensor, *, shown: bool) -> editing.Edited:
+        edited = apply(self, batch, logits, shown=shown)
         asker, same = waiting.pop()
-        keep(asker, same, edited.logits)
+        keep(asker, same, apply(self, batch, logits.clone(), shown=True).logits)
         return edited
 
     if how == "edited":

@@ -17,11 +17,13 @@ from specdec.logits_processors import LogitsRows
 from specdec.runner.batch import Batch, build
 from specdec.runner.commit import Block
 from specdec.runner.editing import Edited, Editing
+from specdec.runner.sampling import KernelVerdict
 from specdec.runner.scheduler import Schedule
 from specdec.runner.sequence import Sequence
 from specdec.runner.state import Slots
 from specdec.testing import ConstantSpeculator, OracleSpeculator, WrongSpeculator, toy_target
 from specdec.types import Verdict
+from specdec_kernels.edits import edited_copy
 
 CPU = torch.device("cpu")
 VOCAB, K = 16, 3
@@ -78,6 +80,17 @@ def broken(rows: LogitsRows, logits: Tensor) -> Tensor:
     raise ZeroDivisionError("by nothing")
 
 
+def judged(edited: Edited, batch: Batch) -> Tensor:
+    """The rows as the rule that judges them sees them."""
+    if edited.inputs is None:
+        return edited.logits
+    step = batch.step
+    start, positions, slots = step.logits_start, step.predicted, step.slots
+    return edited_copy(edited.logits, start, batch.drafts, positions, slots, edited.inputs)
+
+
+by_kernels_or_before = pytest.mark.parametrize("shown", [False, True])
+
 # -- apply -------------------------------------------------------------------
 
 
@@ -88,31 +101,50 @@ def test_without_anybody_who_asks_the_logits_pass_untouched(place: Place) -> Non
     logits = logits_for(batch)
     edited = editing.apply(batch, logits)
     assert edited.logits is logits
-    assert (edited.failed, len(edited.asking)) == ({}, 0)
+    assert (edited.inputs, edited.failed, len(edited.asking)) == (None, {}, 0)
 
 
-def test_requests_that_ask_for_nothing_keep_their_bits_beside_one_that_does(place: Place) -> None:
+@by_kernels_or_before
+def test_requests_that_ask_for_nothing_keep_their_bits_beside_one_that_does(
+    place: Place, shown: bool
+) -> None:
     editing = new_editing()
     place(editing, 0, [5], [6, 7])
     place(editing, 1, [5], [6], params={"frequency_penalty": 1.0})
     place(editing, 2, [], [])
     batch = decoding(editing.slots, 0, 1, 2)
     before = logits_for(batch)
-    edited = editing.apply(batch, before.clone())
-    changed = (edited.logits != before).any(dim=1)
+    edited = editing.apply(batch, before.clone(), shown=shown)
+    changed = (judged(edited, batch) != before).any(dim=1)
     assert changed.tolist() == [False] * 3 + [True] * 2 + [False]
     assert edited.asking.tolist() == [1]
     # one who asks may be in a slot and not in the step
     other = decoding(editing.slots, 0, 2)
     logits = logits_for(other)
-    assert editing.apply(other, logits).logits is logits
+    passed = editing.apply(other, logits, shown=shown)
+    assert (passed.logits is logits, passed.inputs) == (True, None)
 
 
-def test_a_row_is_edited_as_if_the_drafts_before_it_stood(place: Place) -> None:
+def test_edits_are_handed_on_with_the_logits_as_they_are(place: Place) -> None:
+    editing = new_editing()
+    place(editing, 0, [5], [6, 7], params={"repetition_penalty": 2.0, "bad_words": ["x"]})
+    batch = decoding(editing.slots, 0)
+    before = logits_for(batch)
+    logits = before.clone()
+    edited = editing.apply(batch, logits)
+    assert edited.logits is logits
+    assert edited.inputs is not None
+    assert torch.equal(logits, before)
+    # no more of the history than the step has: kernels take scratch for it
+    assert edited.inputs.history.shape[1] == 5
+
+
+@pytest.mark.parametrize("processors", [False, True])
+def test_a_row_is_edited_as_if_the_drafts_before_it_stood(place: Place, processors: bool) -> None:
     asks = {
         "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
         "logit_bias": {3: 1.0}, "min_tokens": 3, "allowed_token_ids": [2, 3, 5, 6, 7, 8, 9],
-        "logits_processors": [forbid_last],
+        "logits_processors": [forbid_last] if processors else (),
     }  # fmt: skip
     fields = {"params": asks, "stop_ids": (9,), "bad_words": ((5, 6), (6, 7, 8))}
     drafts = [6, 7, 6]
@@ -120,24 +152,30 @@ def test_a_row_is_edited_as_if_the_drafts_before_it_stood(place: Place) -> None:
     place(editing, 0, [5], drafts, **fields)
     batch = decoding(editing.slots, 0)
     logits = logits_for(batch)
-    edited = editing.apply(batch, logits.clone()).logits
+    edited = judged(editing.apply(batch, logits.clone()), batch)
     for row in range(K + 1):
         alone = new_editing()
         place(alone, 0, [5, *drafts[:row]], [], **fields)
-        one = alone.apply(decoding(alone.slots, 0), logits[row : row + 1].clone()).logits
+        own = decoding(alone.slots, 0)
+        one = judged(alone.apply(own, logits[row : row + 1].clone()), own)
         assert torch.equal(edited[row : row + 1], one), row
+    if not processors:
+        return
     # the context of every row counts: each hides something else
     hidden = [set(torch.nonzero(row.isinf())[:, 0].tolist()) - {0, 1, 4} for row in edited]
     assert len({frozenset(h - set(range(10, 16))) for h in hidden}) == 4
 
 
-def test_what_was_emitted_before_a_preemption_is_output_and_not_prompt(place: Place) -> None:
+@by_kernels_or_before
+def test_what_was_emitted_before_a_preemption_is_output_and_not_prompt(
+    place: Place, shown: bool
+) -> None:
     asks = {"presence_penalty": 1.0, "min_tokens": 3}
     editing = new_editing()
     place(editing, 0, [5, 6], [7], params=asks, stop_ids=(9,))
     batch = decoding(editing.slots, 0)
     logits = logits_for(batch)
-    edited = editing.apply(batch, logits.clone()).logits
+    edited = judged(editing.apply(batch, logits.clone(), shown=shown), batch)
     taken = logits - edited
     assert torch.nonzero(taken[0] > 0.5)[:, 0].tolist() == [5, 6, 9]  # 9 is hidden
     assert torch.nonzero(taken[1] > 0.5)[:, 0].tolist() == [5, 6, 7]
@@ -292,13 +330,35 @@ def test_of_a_request_whose_processor_failed_nothing_stands(place: Place) -> Non
     assert block.kept.tolist() == [0, 2]
 
 
+@pytest.mark.parametrize(
+    ("emptied", "emitted", "kept"), [([0], 3, 0), ([2], 3, 2), ([1, 2], 4, 1), ([3], 4, 3)]
+)
+def test_a_block_ends_before_the_first_token_that_the_kernels_found_no_other_for(
+    place: Place, emptied: list[int], emitted: int, kept: int
+) -> None:
+    editing = new_editing()
+    place(editing, 0, [5], [6, 7, 8])
+    place(editing, 1, [5], [6, 7, 8], params={"logit_bias": {3: 1.0}})
+    batch = decoding(editing.slots, 0, 1)
+    edited = editing.apply(batch, logits_for(batch))
+    verdict = verdict_of(batch, 4, emitted)
+    empty = torch.zeros_like(verdict.rows, dtype=torch.bool)
+    empty[1, emptied] = True
+    empty[0] = True  # the model's own: that request asked for nothing
+    block = block_of(batch, 4, emitted)
+    said = KernelVerdict(verdict.tokens, verdict.count, verdict.rows, empty=empty)
+    failed = editing.cut_where_empty(edited, said, block)
+    assert block.kept.tolist() == [4, kept]
+    assert list(failed) == [1]
+
+
 def test_the_models_own_empty_rows_are_not_looked_for(place: Place) -> None:
     editing = new_editing()
     place(editing, 0, [5], [])
     batch = decoding(editing.slots, 0)
     nothing = torch.full((1, VOCAB), -torch.inf)
     block = block_of(batch, 1)
-    untouched = Edited(nothing, {}, [], np.empty(0, np.int64))
+    untouched = Edited(nothing)
     assert editing.cut_where_empty(untouched, verdict_of(batch, 1), block) == {}
     assert block.kept.tolist() == [1]
 
@@ -344,13 +404,23 @@ def empty_after(number: int) -> Callable[[LogitsRows, Tensor], Tensor]:
 
 
 each_drafter = pytest.mark.parametrize("drafts", [None, OracleSpeculator, WrongSpeculator])
+# nothing is left after three tokens: by a processor, and by what kernels do
+each_way_to_exclude = pytest.mark.parametrize(
+    "nothing",
+    [
+        {"logits_processors": [empty_after(3)]},
+        {"allowed_token_ids": [5, 6, 7], "bad_words": ["on cat", "on sat", "on on"]},
+    ],
+    ids=["processor", "parameters"],
+)
 
 
 @each_drafter
+@each_way_to_exclude
 def test_a_request_that_excludes_every_token_ends_with_what_it_had(
-    model_folder: Path, drafts: Any
+    model_folder: Path, nothing: dict[str, Any], drafts: Any
 ) -> None:
-    params = [greedy(), greedy(logits_processors=[empty_after(3)]), greedy()]
+    params = [greedy(), greedy(**nothing), greedy()]
     one, empty, other = run(model_folder, params, drafts)
     assert (empty.outputs[0].finish_reason, empty.outputs[0].token_ids) == ("error", [5, 6, 7])
     assert empty.outputs[0].text == "cat sat on"
@@ -359,15 +429,16 @@ def test_a_request_that_excludes_every_token_ends_with_what_it_had(
 
 
 @each_drafter
+@each_way_to_exclude
 def test_a_stop_that_comes_before_a_row_without_tokens_is_a_stop(
-    model_folder: Path, drafts: Any
+    model_folder: Path, nothing: dict[str, Any], drafts: Any
 ) -> None:
     by_token, by_limit, by_text = run(
         model_folder,
         [
-            greedy(logits_processors=[empty_after(3)], stop_token_ids=[7]),
-            greedy(logits_processors=[empty_after(3)], max_tokens=3),
-            greedy(logits_processors=[empty_after(3)], stop=["on"]),
+            greedy(**nothing, stop_token_ids=[7]),
+            greedy(**nothing, max_tokens=3),
+            greedy(**nothing, stop=["on"]),
         ],
         drafts,
     )
