@@ -15,7 +15,7 @@ from specdec.llm import LLM
 from specdec.metrics import SpeculationMetrics
 from specdec.output_stream import Inbox, OutputStream, check_loop
 from specdec.prompts import Prompt, is_chat
-from specdec.request_checks import check_request_id
+from specdec.request_checks import check_ids, check_request_id
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class AsyncLLM:
 
         Ids of requests that have ended are ignored: an abort may cross with an end.
         """
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ids = check_ids(request_ids)
         if self._engine.end is None:
             self._bind()
             await result(self._engine.abort(ids))

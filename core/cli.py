@@ -6,6 +6,7 @@ A module per sub-command; torch is imported by those that need it, when they run
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from specdec._structure import printable
 from specdec.errors import SpecdecError
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = {
     "generate": cli_generate,
     "chat": cli_chat,
@@ -56,7 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("specdec: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # the reader went away: point stdout elsewhere so that Python's exit does not fail on it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader went away
+        _give_stdout_up()
         return FAILED
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _give_stdout_up()
+        print(f"specdec: cannot write: {error.strerror}", file=sys.stderr)
+        return FAILED
+
+
+def _give_stdout_up() -> None:
+    """Point stdout elsewhere, so that Python's exit does not fail on what is left to write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

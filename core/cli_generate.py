@@ -113,15 +113,17 @@ def _texts(args: argparse.Namespace) -> list[str]:
     if args.prompts_file is not None:
         if str(args.prompts_file) == "-":
             try:
-                lines = sys.stdin.read().splitlines()
+                text = sys.stdin.read()
             except (OSError, UnicodeDecodeError) as error:
                 raise PromptError(f"stdin cannot be read as text: {error}") from error
         else:
             try:
-                lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+                text = args.prompts_file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 why = cli_options.why(error)
                 raise PromptError(f"{args.prompts_file} cannot be read: {why}") from error
+        # not `splitlines`, which also splits at separators that a prompt may hold
+        lines = text.removeprefix("\ufeff").split("\n")
         texts += [line for line in lines if line.strip()]
     if not texts:
         raise PromptError("there is no prompt; give --prompt TEXT or --prompts-file FILE")

@@ -10,6 +10,7 @@ from specdec.config import CORE_RULES, DEFAULT_DRAFTS, SpeculativeConfig
 from specdec.errors import ConfigError, PluginError, listed, nearest
 from specdec.types import Capabilities, KVLayer, VerificationRule
 
+MOST_LOOKAHEAD = 4096
 _DRAWN = {"greedy": "deterministic", "probabilistic": "independent", "coupled": "coupled"}
 _CORE = {
     "coupled": VerificationRule("coupled", lossless=True, accepts_coupled=True),
@@ -106,6 +107,11 @@ def _check(capabilities: Capabilities, label: str) -> None:
                 f"{label}: capabilities: {name} is {getattr(capabilities, name)}, "
                 "but it has to be at least 0"
             )
+    if capabilities.lookahead_slots > MOST_LOOKAHEAD:
+        raise PluginError(
+            f"{label}: capabilities: lookahead_slots is {capabilities.lookahead_slots}; at most "
+            f"{MOST_LOOKAHEAD} cache places beyond the committed tokens are kept per request"
+        )
     for layer in capabilities.kv_layers:
         _check_layer(layer, label)
     most, usual = capabilities.max_drafts, capabilities.default_drafts

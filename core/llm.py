@@ -17,7 +17,7 @@ from specdec.metrics import SpeculationMetrics
 from specdec.outputs import RequestOutput
 from specdec.prompts import Prompt, is_chat
 from specdec.request import Request
-from specdec.request_checks import check_request_id
+from specdec.request_checks import check_ids, check_request_id
 from specdec.runner.assemble import Assembly, assemble
 from specdec.runner.engine_settings import EngineSettings
 from specdec.sampling_params import SamplingParams
@@ -377,7 +377,7 @@ class LLM:
         Ids of requests that have ended are ignored: an abort may cross with an end.
         """
         self._open()
-        self._added.abort([request_ids] if isinstance(request_ids, str) else request_ids)
+        self._added.abort(check_ids(request_ids))
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request of `add_request` has outputs to come."""

@@ -20,6 +20,22 @@ _MOST_BAD_TOKENS = 1024  # of all bad words of a request
 _LONGEST_BAD_WORD = 64  # every step compares the words of all requests at their longest
 
 
+def check_ids(request_ids: str | Iterable[str]) -> list[str]:
+    """The ids of requests to abort, one or several.
+
+    Raises:
+        PromptError: they are no texts.
+    """
+    given = [request_ids] if isinstance(request_ids, str) else request_ids
+    if not isinstance(given, Iterable):
+        raise PromptError(f"request_ids is {shown(given)}, but it has to be a text or several")
+    ids = list(given)
+    for one in ids:
+        if not isinstance(one, str):
+            raise PromptError(f"request_ids holds {shown(one)}, but ids are texts")
+    return ids
+
+
 def check_request_id(request_id: object, used: Container[str]) -> None:
     """Refuse an id that is no text, or that one of the running requests has."""
     if not (isinstance(request_id, str) and request_id):

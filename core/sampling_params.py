@@ -210,6 +210,11 @@ class SamplingParams:
         _require(all(self.stop), f"stop holds an empty text: {shown(self.stop)}")
         for text in self.stop:
             _require(
+                not any("\ud800" <= c <= "\udfff" for c in text),
+                f"stop holds a text that no answer can have, for it is not valid Unicode: "
+                f"{shown(text)}",
+            )
+            _require(
                 len(text) <= _LONGEST_STOP,
                 f"stop holds a text of {len(text)} characters; {_LONGEST_STOP} at most are served",
             )

@@ -725,6 +725,8 @@ def test_request_ids_are_texts_that_nobody_uses() -> None:
             for wrong in ("", 7):
                 with pytest.raises(PromptError, match="has to be a text"):
                     engine.generate([1], request_id=wrong)  # type: ignore[arg-type]
+            with pytest.raises(PromptError, match="request_ids is 3, but it has to be a text"):
+                await engine.abort(3)  # type: ignore[arg-type]
             with pytest.raises(PromptError, match="'0' is in use"):
                 engine.generate([1], request_id="0")
             numbered = engine.generate([2], greedy(3))

@@ -132,6 +132,27 @@ def test_several_prompts_are_told_apart(
     assert out == f"=== {GIVEN}\n{texts[0]}\n=== a dog\n{texts[1]}\n=== it ran\n{texts[2]}\n"
 
 
+def test_a_prompt_is_a_line_whatever_else_it_holds(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffa\u2028dog\x0cran\r\nit\x85ran".encode())
+    status, out, _ = run(
+        capsys,
+        "--model",
+        model_folder,
+        "--prompts-file",
+        file,
+        "--raw",
+        "--max-tokens",
+        2,
+        "--json",
+    )
+    assert status == 0
+    prompts = [json.loads(line)["prompt"] for line in out.strip().split("\n")]
+    assert prompts == ["a\u2028dog\x0cran", "it\x85ran"]
+
+
 def test_prompts_come_from_stdin(
     model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +377,17 @@ def test_a_reader_that_goes_away_is_no_traceback(model_folder: Path) -> None:
     assert status == 1
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line(model_folder: Path) -> None:
+    command = [sys.executable, "-c", "import sys; from specdec.cli import main; sys.exit(main())"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "plugins"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.decode() == "specdec: cannot write: No space left on device\n"
 
 
 def test_listing_plugins_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,22 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_loaded(
     assert status == 2
     assert "pip install 'specdec-core[bench]'" in err
     assert "loading" not in err
+
+
+def test_what_is_no_file_is_written_to_and_stays(bench: Any, prompts: Path, tmp_path: Path) -> None:
+    result, target, pipe = tmp_path / "result.json", tmp_path / "target.json", tmp_path / "pipe"
+    target.touch()
+    result.symlink_to(target)
+    status, _, _, found = bench("--repeat", 1, "-sc", "one")
+    assert status == 0
+    assert result.is_symlink()
+    assert json.loads(target.read_text(encoding="utf-8")) == found
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert bench("--repeat", 1, "-sc", "one", "--json", pipe)[0] == 0
+    assert pipe.is_fifo()
+    assert os.read(reader, 12) == b'{\n "format":'
+    os.close(reader)
 
 
 def test_a_picture_is_drawn(bench: Any, tmp_path: Path) -> None:

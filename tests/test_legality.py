@@ -141,6 +141,7 @@ def test_an_unknown_rule_is_named_with_its_neighbours() -> None:
         ({"max_context": 0}, "max_context is 0"),
         ({"max_drafts": 2, "default_drafts": 3}, "default_drafts is 3, more than max_drafts, 2"),
         ({"lookahead_slots": -1}, "lookahead_slots is -1"),
+        ({"lookahead_slots": 10**9}, "lookahead_slots is 1000000000; at most 4096"),
         ({"host_tokens": "yes"}, "host_tokens is 'yes', but it has to be true or false"),
         ({"hidden_states": ["2"]}, "hidden_states holds '2', but it has to hold ints"),
         ({"kv_layers": [(2, 8, 8)]}, r"kv_layers holds \(2, 8, 8\), but it has to hold KVLayers"),

@@ -24,6 +24,7 @@ from specdec import (
     Capabilities,
     ConfigError,
     Draft,
+    KVLayer,
     OutOfMemoryError,
     PluginError,
     PromptError,
@@ -67,6 +68,13 @@ class Successor(Speculator):
     @hookimpl
     def propose(self, step: Step, k: int) -> Draft:
         return Draft(tokens=(step.next_token[:, None] + torch.arange(1, k + 1)) % 32)
+
+
+class Caching(Successor):
+    """Wants pages of its own."""
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(kv_layers=[KVLayer(heads=1, k_dim=32, v_dim=32)])
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -305,6 +313,14 @@ def test_a_cache_too_small_for_a_single_page_is_refused() -> None:
         LLM(counting(), kv_cache_memory=100)
 
 
+def test_a_cache_too_small_for_the_drafters_pages_says_so() -> None:
+    with pytest.raises(
+        OutOfMemoryError,
+        match=rf"needs {2 * PAGE + 2 * 16 * 64 * 8} bytes .*\({2 * 16 * 64 * 8} of them for the sp",
+    ):
+        LLM(counting(), speculative_config={"method": Caching}, kv_cache_memory=2 * PAGE)
+
+
 def test_an_observer_without_the_hook_is_refused() -> None:
     with pytest.raises(PluginError, match="an observer has the hook step_finished"):
         LLM(counting(), observers=[object()])
@@ -518,6 +534,15 @@ def test_requests_have_the_ids_that_they_are_given() -> None:
         assert set(finish(llm)) == {"mine", "0"}
         assert llm.add_request([3], greedy(2), request_id="mine") == "mine"  # it is free again
         assert [o.outputs[0].token_ids for o in finish(llm)["mine"]] == [[4], [4, 5]]
+
+
+@pytest.mark.parametrize("wrong", [3, None, [3], ["0", None]])
+def test_ids_to_abort_are_texts(wrong: Any) -> None:
+    with LLM(counting()) as llm:
+        llm.add_request([1], greedy(2))
+        with pytest.raises(PromptError, match=r"request_ids .*text"):
+            llm.abort_request(wrong)
+        assert [o.outputs[0].token_ids for o in finish(llm)["0"]] == [[2], [2, 3]]
 
 
 @pytest.mark.parametrize("wrong", ["", 3, b"x"])

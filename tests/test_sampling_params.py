@@ -106,6 +106,7 @@ def test_the_defaults_are_vllms() -> None:
         ({"min_tokens": -1}, "min_tokens is -1, but it has to be at least 0"),
         ({"min_tokens": 17}, "min_tokens is 17, more than max_tokens, 16"),
         ({"stop": [""]}, "stop holds an empty text"),
+        ({"stop": ["a", "\ud800"]}, "stop holds a text that no answer can have"),
         ({"stop": ""}, "stop holds an empty text"),
         ({"stop": 3}, "stop is 3, but it has to be a list"),
         ({"stop": [np.array(["a", "b"])]}, "stop is .*, but it has to be a list"),

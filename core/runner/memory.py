@@ -50,9 +50,8 @@ def allocate(
         OutOfMemoryError: the budget does not hold a page.
     """
     specs = [(KVSpec(i.heads, i.k_dim, i.v_dim, i.window), i.dtype or target.dtype) for i in layers]
-    per_block = PagedKVCache.bytes_per_block(target.kv_specs, BLOCK_SIZE, target.dtype)
-    for spec, dtype in specs:
-        per_block += PagedKVCache.bytes_per_block([spec], BLOCK_SIZE, dtype)
+    drafters = sum(PagedKVCache.bytes_per_block([spec], BLOCK_SIZE, dtype) for spec, dtype in specs)
+    per_block = drafters + PagedKVCache.bytes_per_block(target.kv_specs, BLOCK_SIZE, target.dtype)
     most = 1 + sequences * max_blocks  # block 0 belongs to nobody
     if utilization is not None:
         budget = _share_of_device(utilization, budget, target.device)
@@ -64,7 +63,7 @@ def allocate(
     if num_blocks < 2:
         raise OutOfMemoryError(
             f"the key-value cache needs {2 * per_block + workspace} bytes at least "
-            f"({workspace} of them for the speculator), but {budget} are given to it; raise "
+            f"({2 * drafters + workspace} of them for the speculator), but {budget} are given to it; raise "
             f"{'kv_cache_memory' if utilization is None else 'gpu_memory_utilization'}"
         )
     target.allocate(num_blocks, BLOCK_SIZE)

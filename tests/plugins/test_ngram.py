@@ -322,6 +322,8 @@ def test_single_tokens_are_looked_up_by_default_while_a_request_runs_alone(
     [
         ({"prompt_lookup_max": 0}, "prompt_lookup_max is 0, but it has to be at least 1"),
         ({"prompt_lookup_min": -1}, "prompt_lookup_min is -1, but it has to be at least 1"),
+        ({"prompt_lookup_max": 257}, "prompt_lookup_max is 257; n-grams of at most 256 tokens"),
+        ({"prompt_lookup_min": 2**63}, f"prompt_lookup_min is {2**63}; n-grams of at most 256"),
         (
             {"prompt_lookup_min": 5, "prompt_lookup_max": 2},
             "prompt_lookup_min=5 is larger than prompt_lookup_max=2",

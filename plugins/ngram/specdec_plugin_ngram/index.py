@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 FACTOR = 0x2545F4914F6CDD1D  # odd and without pattern: products wrap around and scatter
-PIECE = 1 << 14  # n-grams added at once, which bounds the scratch memory of a long prompt
+PIECE = 1 << 18  # tokens of n-grams added at once, which bounds the scratch memory
 
 
 def spread(sums: Ints) -> Ints:
@@ -51,8 +51,9 @@ class NgramIndex:
         count = np.maximum(length - 1 - done, 0)
         owner = np.repeat(slots, count)
         ends = np.arange(1, len(owner) + 1) + np.repeat(done + count - count.cumsum(), count)
-        for at in range(0, len(owner), PIECE):
-            self._walk(history, owner[at : at + PIECE], ends[at : at + PIECE], write=True)
+        piece = max(1, PIECE // self._ignored.size)
+        for at in range(0, len(owner), piece):
+            self._walk(history, owner[at : at + piece], ends[at : at + piece], write=True)
         self.done[slots] = done + count
 
     def find(self, history: Ints, slots: Ints, length: Ints, shortest: int = 1) -> Ints:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specdec import RequestChanges, SpeculatorConfig, Step, TargetInfo
 
 DEFAULT_MIN, DEFAULT_MAX = 2, 3
+LARGEST = 256  # every size has a table, and hashing it costs its square
 DEFAULT_ALONE = 1  # the shortest while a request runs alone
 
 
@@ -31,7 +32,7 @@ DEFAULT_ALONE = 1  # the shortest while a request runs alone
 class NgramOptions:
     """Sizes of the n-grams that are looked up.
 
-    prompt_lookup_max: longest n-gram, in tokens; if unset the same as `prompt_lookup_min`, and
+    prompt_lookup_max: longest n-gram, in tokens, 256 at most; if unset the same as `prompt_lookup_min`, and
         3 if both are unset.
     prompt_lookup_min: shortest n-gram that is still drafted from; if unset the same as
         `prompt_lookup_max`, and if both are unset 2, or 1 while a single request runs.
@@ -46,6 +47,11 @@ class NgramOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, but it has to be at least 1")
+            if value is not None and value > LARGEST:
+                raise ConfigError(
+                    f"{name} is {value}; n-grams of at most {LARGEST} tokens are looked up, and "
+                    "more than a few hardly ever help"
+                )
         if self.shortest > self.longest:
             raise ConfigError(
                 f"prompt_lookup_min={self.shortest} is larger than "
