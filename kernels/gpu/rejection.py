@@ -127,8 +127,9 @@ def joint_ratios(ratio, length, N: tl.constexpr):
     joint = tl.zeros((N,), tl.float32)
     carried = tl.full((), 0.0, tl.float32)
     for i in range(0, length):
-        carried += tl.sum(tl.where(column == i, tl.maximum(ratio, -3.0e38), 0.0))
-        carried = tl.minimum(tl.maximum(carried, -3.0e38), 0.0)
+        more = carried + tl.sum(tl.where(column == i, tl.maximum(ratio, -3.0e38), 0.0))
+        # nothing brings back a rho of 0, not even a draft to which its own q gives no chance
+        carried = tl.where(carried <= -1.0e38, carried, tl.minimum(tl.maximum(more, -3.0e38), 0.0))
         joint = tl.where(column == i + 1, carried, joint)
     return tl.where(joint <= -1.0e38, NOTHING, joint)
 

@@ -8,10 +8,11 @@ a test has to be thrifty with rows.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,3 +273,35 @@ def agree(kernels: Any) -> Callable[..., Verified]:
         return out
 
     return check
+
+
+def copy_of(folder: Path, name: str, fault: Sequence[str] | None) -> Any:
+    """The kernels' `verification` as a package of its own, in tiles of 64 ids."""
+    from specdec_kernels.gpu import verification
+
+    (folder / name).mkdir()
+    for path in Path(verification.__file__).parent.glob("*.py"):
+        text = path.read_text()
+        if fault is not None and path.stem == fault[0]:
+            assert fault[1] in text, f"{path.name} has no {fault[1]!r} any more"
+            text = text.replace(*fault[1:3])
+        text = text.replace("specdec_kernels.gpu", name)
+        text = text.replace("\nTILE = 4096\n", "\nTILE = 64\n")
+        text = text.replace("\nCAREFUL = 1024", "\nCAREFUL = 64")
+        (folder / name / path.name).write_text(text)
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{name}.verification")
+
+
+@pytest.fixture
+def faulty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: bool
+) -> Iterator[Callable[[Sequence[str] | None], Any]]:
+    """What copies the kernels with a fault put in: a file, the text that is there, and another."""
+    if not interpreted:
+        pytest.skip("a compiler would take minutes")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda fault: copy_of(tmp_path, "faulty_kernels", fault)
+    for name in list(sys.modules):
+        if name.split(".")[0] == "faulty_kernels":
+            del sys.modules[name]

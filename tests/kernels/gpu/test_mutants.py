@@ -6,21 +6,16 @@ is to be written anew.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf, nan
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from specdec_kernels import EditInputs, Edits, reference
-from specdec_kernels.gpu import verification
 
 Make = Callable[..., Any]
-SOURCE = Path(verification.__file__).parent
 
 
 class Fault(NamedTuple):
@@ -211,39 +206,12 @@ def agrees(make_batch: Make, make_sampling: Make) -> Callable[[Any, str], bool]:
     return agrees
 
 
-def copy_of(folder: Path, name: str, fault: Fault | None) -> Any:
-    """The kernels' `verification` as a package of its own, in tiles of 64 ids."""
-    (folder / name).mkdir()
-    for path in SOURCE.glob("*.py"):
-        text = path.read_text()
-        if fault is not None and path.stem == fault.file:
-            assert fault.old in text, f"{path.name} has no {fault.old!r} any more"
-            text = text.replace(fault.old, fault.new)
-        text = text.replace("specdec_kernels.gpu", name)
-        text = text.replace("\nTILE = 4096\n", "\nTILE = 64\n")
-        text = text.replace("\nCAREFUL = 1024", "\nCAREFUL = 64")
-        (folder / name / path.name).write_text(text)
-    importlib.invalidate_caches()
-    return importlib.import_module(f"{name}.verification")
-
-
-@pytest.fixture
-def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> Iterator[Make]:
-    if not interpreted:
-        pytest.skip("a compiler would take minutes")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield lambda fault: copy_of(tmp_path, "faulty_kernels", fault)
-    for name in list(sys.modules):
-        if name.split(".")[0] == "faulty_kernels":
-            del sys.modules[name]
-
-
-def test_a_faultless_copy_agrees(copied: Make, agrees: Make) -> None:
-    kernels = copied(None)
+def test_a_faultless_copy_agrees(faulty: Make, agrees: Make) -> None:
+    kernels = faulty(None)
     for batch in BATCHES:
         assert agrees(kernels, batch)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_shows(copied: Make, agrees: Make, fault: str) -> None:
-    assert not agrees(copied(FAULTS[fault]), FAULTS[fault].batch)
+def test_a_fault_shows(faulty: Make, agrees: Make, fault: str) -> None:
+    assert not agrees(faulty(FAULTS[fault]), FAULTS[fault].batch)
