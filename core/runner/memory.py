@@ -63,8 +63,8 @@ def allocate(
     if num_blocks < 2:
         raise OutOfMemoryError(
             f"the key-value cache needs {2 * per_block + workspace} bytes at least "
-            f"({2 * drafters + workspace} of them for the speculator), but {budget} are given to it; raise "
-            f"{'kv_cache_memory' if utilization is None else 'gpu_memory_utilization'}"
+            f"({2 * drafters + workspace} of them for the speculator), but {budget} are given to "
+            f"it; raise {'kv_cache_memory' if utilization is None else 'gpu_memory_utilization'}"
         )
     target.allocate(num_blocks, BLOCK_SIZE)
     drafter = []

@@ -32,8 +32,8 @@ DEFAULT_ALONE = 1  # the shortest while a request runs alone
 class NgramOptions:
     """Sizes of the n-grams that are looked up.
 
-    prompt_lookup_max: longest n-gram, in tokens, 256 at most; if unset the same as `prompt_lookup_min`, and
-        3 if both are unset.
+    prompt_lookup_max: longest n-gram, in tokens, 256 at most; if unset the same as
+        `prompt_lookup_min`, and 3 if both are unset.
     prompt_lookup_min: shortest n-gram that is still drafted from; if unset the same as
         `prompt_lookup_max`, and if both are unset 2, or 1 while a single request runs.
     """
