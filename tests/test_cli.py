@@ -138,16 +138,9 @@ def test_a_prompt_is_a_line_whatever_else_it_holds(
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffa\u2028dog\x0cran\r\nit\x85ran".encode())
     status, out, _ = run(
-        capsys,
-        "--model",
-        model_folder,
-        "--prompts-file",
-        file,
-        "--raw",
-        "--max-tokens",
-        2,
+        capsys, "--model", model_folder, "--prompts-file", file, "--raw", "--max-tokens", 2,
         "--json",
-    )
+    )  # fmt: skip
     assert status == 0
     prompts = [json.loads(line)["prompt"] for line in out.strip().split("\n")]
     assert prompts == ["a\u2028dog\x0cran", "it\x85ran"]

@@ -43,9 +43,7 @@ class Report:
         """Write the JSON, whole or not at all; to what the path names, if that is no file."""
         text = json.dumps(self.as_dict(runs, partial=partial), indent=1, ensure_ascii=False)
         path = path.resolve()
-        if (
-            path.exists() and not path.is_file()
-        ):  # a pipe or a device: to replace it would be a loss
+        if path.exists() and not path.is_file():  # a pipe or a device is not to be replaced
             path.write_text(text + "\n", encoding="utf-8")
             return
         beside = path.with_name(path.name + ".part")

@@ -284,7 +284,7 @@ def copy_of(folder: Path, name: str, fault: Sequence[str] | None) -> Any:
         text = path.read_text()
         if fault is not None and path.stem == fault[0]:
             assert fault[1] in text, f"{path.name} has no {fault[1]!r} any more"
-            text = text.replace(*fault[1:3])
+            text = text.replace(fault[1], fault[2])
         text = text.replace("specdec_kernels.gpu", name)
         text = text.replace("\nTILE = 4096\n", "\nTILE = 64\n")
         text = text.replace("\nCAREFUL = 1024", "\nCAREFUL = 64")
