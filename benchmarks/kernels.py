@@ -70,6 +70,7 @@ CASES = [
     Case("block dense q T=1", "block", 1.0, dense_q=True),
     Case("block dense q with lse T=1", "block", 1.0, dense_q=True, lse=True),
     Case("standard dense q T=1 top-p 0.95", "standard", 1.0, top_p=0.95, dense_q=True),
+    Case("block dense q T=1 top-p 0.95", "block", 1.0, top_p=0.95, dense_q=True),
 ]
 
 

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from specdec_kernels.gpu import laws, rejection, residual
-from specdec_kernels.gpu.chains import UNUSED_BITS, Rows, draws
+from specdec_kernels.gpu.chains import Rows, draws
 from specdec_kernels.gpu.rows import CAREFUL, WARPS, largest_of, tile_of
 from specdec_kernels.types import DenseQ, SparseQ, Verified
 
@@ -78,20 +78,13 @@ def compare(
     tops, totals, scores = floats(3, rows.places, tiles)
     choices = torch.empty((rows.places, tiles), dtype=torch.int32, device=device)
     q_tops, q_totals = floats(2, rows.places, tiles) if dense else (tops, totals)
-    cuts = floats(rows.places) if truncate else tops
     sizes = {"KP": triton.next_power_of_2(drafts + 1), "TP": triton.next_power_of_2(tiles)}
     common = {**sizes, "CUT": truncate, "Q": law.kind, "TILE": CAREFUL, "CP": law.candidates}
     chains, slots, temperature = rows.arguments, rows.slots, sampling.temperature
 
-    drawn, last_tops = choices, tops
+    drawn, last_tops, cuts = choices, tops, tops
     if truncate:
-        drawn, last_tops = draws(rows, last=True)
-        if drafts:
-            rejection.row_cuts[(drafts, batch)](
-                *chains, slots, temperature, sampling.top_k, sampling.top_p, sampling.min_p, cuts,
-                vocab, drafts, rows.tables, KP=sizes["KP"], TILE=CAREFUL, num_warps=8,
-                SHIFT=UNUSED_BITS[rows.dtype], LARGEST_RAW=largest_of(rows.dtype),
-            )  # fmt: skip
+        drawn, last_tops, cuts = draws(rows, last=True)
     rejection.test_statistics[(tiles, drafts + 1, batch)](
         *chains, rows.positions, slots, sampling.stream, temperature, cuts, *law.arguments[:3],
         *law.lse, tops, scores, choices, totals, q_tops, q_totals, vocab, law.vocab, drafts, tiles,

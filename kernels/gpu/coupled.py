@@ -2,8 +2,8 @@
 
 Two launches where nothing truncates. `row_statistics` reads every tile of every row once and leaves
 a winner per tile; `settle_chains` takes the best of them per row, draws within its group, and keeps
-the drafts that match. Where a request may truncate, three launches stand between the two: see
-`truncation`.
+the drafts that match. Where a request may truncate, six launches stand between the two: see
+`attempts` and `retries`.
 """
 
 from __future__ import annotations

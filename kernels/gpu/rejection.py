@@ -15,7 +15,6 @@ from specdec_kernels.gpu.coupled import (
     drawn_tile,
     empty_rows,
     greedy_tile,
-    row_top,
     winning_tiles,
 )
 from specdec_kernels.gpu.edit_values import row_edits
@@ -30,39 +29,10 @@ from specdec_kernels.gpu.rows import (
     reference_of,
     scaled,
 )
-from specdec_kernels.gpu.truncation import LEAST_P, find_cut
 
 STANDARD = tl.constexpr(0)
 BLOCK = tl.constexpr(1)
 SYNTHETIC = tl.constexpr(2)
-
-
-@triton.jit
-def row_cuts(
-    logits, row_stride, logits_start, draft_tokens, draft_stride, slots, temperatures,
-    top_ks, top_ps, min_ps, cuts, vocab, K, tables,
-    KP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr, LARGEST_RAW: tl.constexpr,
-):  # fmt: skip
-    """Of one tested row: below which log-weight truncation excludes. float32 [B * (K + 1)]."""
-    request = tl.program_id(1)
-    local = tl.program_id(0)
-    slot = tl.load(slots + request)
-    first, length = chain_length(logits_start, draft_tokens, draft_stride, request, vocab, K, KP)
-    cut = tl.full((), NOTHING, tl.float32)
-    if (slot >= 0) & (local < length):
-        temperature = tl.load(temperatures + slot)
-        top_k = tl.load(top_ks + slot)
-        top_p = tl.maximum(tl.load(top_ps + slot), LEAST_P)
-        min_p = tl.load(min_ps + slot)
-        asked = ((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0)
-        if asked & (temperature >= GREEDY):
-            here = logits + (first + local) * row_stride
-            mine = row_edits(tables, request, local)
-            top = row_top(here, temperature, vocab, mine, TILE)
-            cut = find_cut(
-                here, temperature, top, min_p, top_k, top_p, vocab, mine, SHIFT, TILE, LARGEST_RAW
-            )
-    tl.store(cuts + request * (K + 1) + local, cut)
 
 
 @triton.jit

@@ -81,7 +81,7 @@ def verify(
         )  # fmt: skip
         return verified
     if truncate:
-        drawn, tops = draws(rows)
+        drawn, tops, _cuts = draws(rows)
         partials = Partials(tops, tokens, tokens)
     else:
         drawn, partials = tokens, statistics(rows)

@@ -66,16 +66,21 @@ FAULTS = {
     "the id at the cut excluded": Fault(
         "coupled", "x < cut[:, None]", "x <= cut[:, None]", "loose"
     ),
-    "one id more than top-k": Fault("truncation", "count >= top_k", "count > top_k", "loose"),
-    "top-p of another mass": Fault("truncation", "mass >= top_p * whole", "mass >= top_p", "loose"),
-    "an id above itself": Fault(
-        "truncation", "higher = z > tl.load", "higher = z >= tl.load", "loose"
+    "one id more than top-k": Fault("attempts", "count >= most", "count > most", "loose"),
+    "top-p of another mass": Fault(
+        "attempts", "mass + own, whole)", "mass + own, whole * 99)", "tight"
+    ),
+    "ids that count as above a token only by far": Fault(
+        "attempts", "higher = z > tl.load", "higher = z > 0.5 + tl.load", "loose"
     ),
     "the last draw with the first one's noise": Fault(
-        "truncation", "position, 0, REDRAW_TOKEN", "position, 0, TARGET_TOKEN", "tight"
+        "retries", "position, 0, REDRAW_TOKEN", "position, 0, TARGET_TOKEN", "tight"
     ),
     "a cut that needs one id more": Fault(
-        "truncation", "axis=1) >= target", "axis=1) > target", "tight"
+        "survey", "weights, 0.0)) >= target", "weights, 0.0)) > target", "tight"
+    ),
+    "later attempts with the first one's noise": Fault(
+        "retries", "position, attempt, TARGET_TOKEN + 1", "position, 0, TARGET_TOKEN + 1", "wide"
     ),
     "negative values in reverse": Fault(
         "truncation", "(bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT", "bits >> SHIFT", "tight"
@@ -185,8 +190,14 @@ class Batches:
         )  # fmt: skip
         return lambda op: [op.sample(logits, rows, rows, sampling)]
 
+    def wide(self) -> Run:
+        """Half of all attempts are kept."""
+        logits, rows = torch.randn(6, 150) * 0.1, torch.arange(6)
+        sampling = self.make_sampling(6, top_k=75)
+        return lambda op: [op.sample(logits, rows, rows, sampling)]
 
-BATCHES = ("drafted", "wild", "tight", "loose", "edited")
+
+BATCHES = ("drafted", "wild", "tight", "loose", "wide", "edited")
 KNOWN: dict[str, tuple[Run, Any]] = {}  # by batch, and what the reference gives for it
 
 

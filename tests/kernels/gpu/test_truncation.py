@@ -85,6 +85,11 @@ def test_the_tightest_cut_leaves_the_likeliest_id(
     assert torch.equal(out, logits.argmax(-1))
 
 
+def test_min_p_may_cut_where_top_k_would_keep_much_more(make_sampling: Make, same: Make) -> None:
+    logits = torch.linspace(0, 4, 64).expand(4, 64).contiguous()
+    assert same(logits, make_sampling(4, top_k=45, min_p=0.99)).tolist() == [63] * 4
+
+
 @pytest.mark.parametrize("law", [{"top_k": 50}, {"top_k": 2**40}, {}, {"min_p": 0.0, "top_p": 1.0}])
 def test_a_cut_that_keeps_all_changes_nothing(
     kernels: Any, make_sampling: Make, same: Make, device: torch.device, law: dict[str, float]
