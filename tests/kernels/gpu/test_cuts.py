@@ -71,7 +71,7 @@ def keeps_the_same(
         different = kept != (want > -inf)
         for row in different.any(1).nonzero().flatten().tolist():
             law = every[row].double().softmax(-1)
-            between, values = law[different[row]].sum(), every[row][different[row]].unique()
+            between, values = law[different[row]].sum(), torch.unique(every[row][different[row]])
             above = law[every[row] > values.max()].sum()
             mass = law[want[row] > -inf].sum()
             edge = abs(above - mass) < 1e-5 or abs(above - sampling.top_p[row]) < 1e-5
